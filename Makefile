@@ -16,7 +16,7 @@ ONCE_MORE ?=
 PYTHON_INCLUDE = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))")
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow frameworks flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
+.PHONY: help demo test slow frameworks flaky sanitize soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -50,8 +50,12 @@ TIMES ?= 30
 flaky: $(READY)  ## each test that the last .ci/run calls flaky, thirty times (TIMES), one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python tests/once_more.py flaky $(TIMES)
 
+sanitize: $(READY)  ## the tests of the part in C under AddressSanitizer and UBSan, in a build of their own; five minutes
+	$(BIN)/python tests/sanitized.py -q
+
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
+	$(MAKE) sanitize
 	$(MAKE) matrix MATRIX=--remove
 
 # TORCH=2.8.0 PYTHON=python3.12 picks one, and MATRIX="--short --remove" is what CI runs.

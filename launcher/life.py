@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sysconfig
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from signal import Signals
 
@@ -40,6 +42,25 @@ WITHOUT_C = (
     "gpuwatch was installed without its C extension, so Python does that work: each module call takes about four "
     "times as much processor time (docs/cost.md); to build it, install gpuwatch again where there is a C compiler"
 )
+
+
+_FREE_THREADED = (
+    "gpuwatch has no C extension for a Python without the GIL, which it would turn on again, so Python does that work: "
+    "each module call takes about four times as much processor time (docs/cost.md)"
+)
+_WITHOUT_RECURSION = (
+    "worker/native/recursion.c of gpuwatch was not built for this Python, so its hooks take frames of a script's "
+    "recursion limit: about 190 nested modules fit into a limit of 1000, instead of 248 (docs/limits.md)"
+)
+
+
+def without_c() -> str:
+    """What this Python lacks of the part in C; "" if it lacks nothing."""
+    if not host.has_part_in_c():
+        return _FREE_THREADED if sysconfig.get_config_var("Py_GIL_DISABLED") else WITHOUT_C
+    folder = Path(__file__).parents[1] / "worker" / "native"
+    has_recursion = any((folder / f"recursion{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    return "" if has_recursion else _WITHOUT_RECURSION
 
 
 def say_signal(number: int) -> None:
@@ -226,8 +247,8 @@ class JobLife:
         plan = terms.plan
         if not plan.hosts:
             return plan.connect
-        if not terms.args.check_only and not host.has_part_in_c():
-            self._say(coded(WITHOUT_C, Code.NO_C_PART))
+        if not terms.args.check_only and (lack := without_c()):
+            self._say(coded(lack, Code.NO_C_PART))
         self._collector = HeadCollector(terms.collector_config(self.scratch), self._say, show)
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):

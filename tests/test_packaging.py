@@ -115,6 +115,30 @@ def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     assert not [name for name in names if name.endswith(".so")]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_without_recursion_c_the_rest_of_the_part_in_c_is_built(sources, tmp_path):
+    """It writes CPython's own state, and so a new Python may refuse it alone."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
+    with (copy / "worker" / "native" / "recursion.c").open("a") as file:
+        file.write("static int unknown(PyThreadState *thread) { return thread->renamed; }\n")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=copy)
+    (wheel,) = (copy / "dist").iterdir()
+    built = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert [name.partition(".")[0] for name in built] == ["core"]
+    target = tmp_path / "installed"
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=copy)
+    found = (
+        "from gpuwatch.worker.hooks.native_writer import FrameWriter\n"
+        "from gpuwatch.worker.hooks.module_calls import call_begins\n"
+        "from gpuwatch.launcher.life import without_c\n"
+        "print(FrameWriter.__module__, call_begins(), 'recursion.c' in without_c())"
+    )
+    elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(target)}
+    assert run("-c", found, **elsewhere) == "gpuwatch.worker.native.core None True\n"
+
+
 def test_the_root_of_the_checkout_ships_the_package_and_its_command_only(sources):
     assert {file.name for file in shipped(sources) if len(file.parts) == 1} == {"__init__.py", "__main__.py"}
 

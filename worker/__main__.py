@@ -34,8 +34,8 @@ from .preflight.preflight_run import preflight_or_exit
 from .session import WorkerSession, open_session, watch_the_ends
 
 try:
-    from .native.core import first_frame
-except ImportError:  # installed without a C compiler: the hooks' share of the recursion limit is not given back
+    from .native.recursion import first_frame
+except ImportError:  # not built: the hooks' share of the recursion limit is not given back
 
     def first_frame() -> None:
         """The frames below the caller are ours: it is to be the first one (worker/native/recursion.c)."""

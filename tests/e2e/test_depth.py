@@ -4,9 +4,8 @@ import json
 import sys
 
 import pytest
-from gpuwatch.core.host import has_part_in_c
 
-pytestmark = pytest.mark.skipif(not has_part_in_c(), reason="without the part in C, hooks take frames (docs/limits.md)")
+pytest.importorskip("gpuwatch.worker.native.recursion", reason="without it hooks take frames (docs/limits.md)")
 NEARLY = 8
 """A module may find so many frames more: what a hook of ours takes at once."""
 

@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("torch", "functorch", "triton", "__editable__", "gpuwatch", "__pycache__")
-WITHOUT_C = "gpuwatch was installed without its C extension"
+WITHOUT_C = {
+    "core": "gpuwatch was installed without its C extension",
+    "recursion": "recursion.c of gpuwatch was not built for this Python",
+}
+DOCS = {"core": "docs/cost.md", "recursion": "docs/limits.md"}
 
 
 def linked_package(folder: Path, without: str = "") -> None:
@@ -93,13 +97,14 @@ def test_a_rank_whose_python_has_nothing_of_ours_goes_on_unwatched(bench):
 
 @pytest.mark.slow
 @pytest.mark.sample(2, of="an incomplete Python")
-def test_without_the_part_in_c_that_is_said_once(bench):
-    linked_package(bench.cwd / "library", without="core")
+@pytest.mark.parametrize("missing", ["core", "recursion"])
+def test_without_the_part_in_c_that_is_said_once(bench, missing):
+    linked_package(bench.cwd / "library", without=missing)
     (bench.cwd / "train.py").write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(2)).shape)\n")
     for command in (("launch", "--preflight", "off", "--nproc-per-node", "2"), ("run", "--", sys.executable)):
         done = bench.gpuwatch(*command, "train.py", PYTHONPATH=str(bench.cwd / "library"))
         assert done.code == 0
-        assert done.stderr.count(WITHOUT_C) == 1
-        assert "docs/cost.md" in done.stderr
+        assert done.stderr.count("[GW606]") == done.stderr.count(WITHOUT_C[missing]) == 1
+        assert DOCS[missing] in done.stderr
     shutil.rmtree(bench.cwd / "library")
-    assert WITHOUT_C not in bench.gpuwatch("run", "--", sys.executable, "train.py").stderr
+    assert "[GW606]" not in bench.gpuwatch("run", "--", sys.executable, "train.py").stderr

@@ -34,8 +34,8 @@ from .global_hooks import GlobalHooks
 from .skipping import BatchSkipping
 
 try:
-    from ..native.core import call_begins, call_ends, work_begins, work_ends
-except ImportError:  # installed without a C compiler: the hooks' share of the recursion limit is not given back
+    from ..native.recursion import call_begins, call_ends, work_begins, work_ends
+except ImportError:  # not built: the hooks' share of the recursion limit is not given back
     call_begins = call_ends = work_begins = work_ends = lambda: None
 
 _is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling

@@ -2,11 +2,24 @@
 
    A signal's handler runs at the next Python bytecode of the main thread. While a hook runs, that is a function of ours
    or of torch that C calls here. What the handler raises (a checkpoint at preemption, an alarm, Ctrl-C) is the script's, and
-   must reach it. Only gpuwatch's own errors end here. core/signal_errors.py has the rule and its reasons. */
+   must reach it. Only gpuwatch's own errors end here. core/signal_errors.py has the rule and its reasons.
+
+   The way of a Ctrl-C that comes while a hook in C runs:
+   1. CPython's handler in C notes the signal, and returns at once. C goes on: nothing interrupts it.
+   2. If C calls no Python, the script's handler runs after the hook, in the next function of Python: one of the script's, or
+      one of gpuwatch's, which asks the same rule.
+   3. If C calls a function of Python, the handler runs in there, and the call returns NULL with KeyboardInterrupt set.
+      The same holds for a call that waits for a lock, which asks for signals itself (PyErr_CheckSignals).
+   4. `drop_error` keeps it. C cleans up: it may call more of CPython's API, which no exception may be set for.
+   5. `settled` raises it as the function that Python or torch has called returns. torch hands it on to the script.
+   In another thread than the main one no handler runs, so in a hook that runs there none of this happens. */
 
 #include "errors.h"
 
 static PyObject *rule; /* core/signal_errors.py: from_outside */
+
+/* By thread, as CPython's own exception is: autograd calls hooks in several threads. A hook returns through `settled` in the
+   thread that has called it, so none is left for another hook. */
 static __thread PyObject *kept;
 
 int find_rule(void)
@@ -27,7 +40,8 @@ static void keep(PyObject *error)
     Py_XSETREF(kept, error);
 }
 
-/* Take the exception that is set, with its traceback. NULL if there is none. */
+/* Take the exception that is set, with its traceback. NULL if there is none. PyErr_GetRaisedException does this since 3.12;
+   until 3.11 an exception may be set as a class and its arguments, and has its traceback apart. */
 static PyObject *take_error(void)
 {
     PyObject *type, *error, *trace;
@@ -53,12 +67,12 @@ static int is_own(PyObject *error)
         return 0;
     PyObject *trace = PyException_GetTraceback(error);
     Py_XDECREF(trace);
-    if (trace == NULL) /* raised by C, with no function of Python in between: no handler has run */
+    if (trace == NULL) /* raised by C: a handler is a function of Python, which leaves its line in the traceback */
         return 1;
     PyObject *answer = PyObject_CallOneArg(rule, error);
     if (answer == NULL && !PyErr_ExceptionMatches(PyExc_RecursionError) && !PyErr_ExceptionMatches(PyExc_MemoryError))
         keep(take_error()); /* another signal came while the rule was asked */
-    PyErr_Clear();
+    PyErr_Clear(); /* the rule had no frame or no memory left: the error counts as gpuwatch's own */
     Py_XDECREF(answer);
     return answer != Py_True;
 }

@@ -29,6 +29,8 @@ static int read_host_rows(FrameWriter *self, Frame *frame)
     return 1;
 }
 
+/* Values are numbered by the counts that `begin_frame` has read. If another thread took some meanwhile, the numbers are wrong: then
+   `store_frame` does not store them. */
 int read_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
     if (!read_host_rows(self, frame) || !read_device_rows(self, frame, step))

@@ -1,4 +1,17 @@
-/* Writes a frame while another process reads the file. */
+/* Writes a frame while another process reads the file.
+
+   Who owns the open page while C writes:
+   - The interpreter's lock is held from `borrow_...` to PyBuffer_Release, and nothing in between calls Python. So no other
+     thread of Python writes a byte meanwhile.
+   - Code in Python may be half-way through a frame when another thread gets the interpreter's lock. Such code holds the
+     mutex (RecorderLock, worker/record/progress.py), and its thread's id is in the cursor's cell HOLDER. C looks there, and
+     gives up if that is another thread. C never waits for the mutex here: the holder may need the interpreter's lock.
+   - The thread that holds the mutex is not kept out by it: the mutex is an RLock.
+   - Between `begin_frame` and `store_frame` the interpreter's lock may be released: while a large tensor is read
+     (threads.c), at each call of Python, and by finalizers, which gc until 3.11 may run at any allocation. Another thread may
+     then write a frame, end the page or close the file. `store_frame` compares page and counts, and stores nothing if one
+     differs. Python then writes the frame.
+   - The process that reads takes no lock. It trusts the counts, and these are written last: see `publish` in layout.h. */
 
 #include "frame_store.h"
 
@@ -6,8 +19,9 @@
 
 #include "objects.h"
 
-/* The open segment; NULL, with no exception set, if there is none. The file cannot be unmapped until PyBuffer_Release. The
-   caller keeps the interpreter's lock until then. */
+/* The open segment; NULL, with no exception set, if there is none. The file cannot be unmapped until PyBuffer_Release: mmap
+   counts who borrows its memory, and its close() refuses meanwhile. A file that is closed already lends nothing. The caller
+   keeps the interpreter's lock until then. */
 static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
 {
     if (self->cell.buf == NULL)
@@ -81,7 +95,7 @@ int64_t take_values(FrameWriter *self, const Frame *frame, int count, int64_t *i
     const int64_t used = take_here(self, frame, count, index);
     if (used >= 0)
         return used;
-    PyObject *done = PyObject_CallNoArgs(self->next_segment);
+    PyObject *done = PyObject_CallNoArgs(self->next_segment); /* the caller holds the mutex */
     Py_XDECREF(done);
     return done != NULL ? take_here(self, frame, count, index) : -1;
 }
@@ -139,7 +153,7 @@ static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memor
 static char *borrow_next(FrameWriter *self, Frame *frame, Py_buffer *memory)
 {
     const int64_t next_value = frame->value_base + frame->values;
-    PyBuffer_Release(memory);
+    PyBuffer_Release(memory); /* before Python runs: it may close the file */
     PyObject *done = PyObject_CallNoArgs(self->next_segment);
     Py_XDECREF(done);
     if (done == NULL || !follow_segment(self, frame)) {
@@ -161,7 +175,7 @@ int store_frame(FrameWriter *self, Frame *frame, const Call *call)
         if (frame->values == VALUES_PER_SEGMENT && (segment = borrow_next(self, frame, &memory)) == NULL)
             return 0;
         put_value(segment, frame->values++, row);
-        publish(&((int64_t *)segment)[S_VALUES], frame->values);
+        publish(&((int64_t *)segment)[S_VALUES], frame->values); /* a value that no row names is harmless: a row that names none is not */
     }
     if (segment != NULL &&
         (frame->frames == FRAMES_PER_SEGMENT || frame->row_count + frame->used > ROWS_PER_SEGMENT))

@@ -1,5 +1,12 @@
 /* Writes ordinary frames into the open page, as worker/hooks/ and worker/record/ write any frame. It works on their
-   dictionaries. A frame that is not ordinary is left to them: then nothing was written and remembered here. */
+   dictionaries. A frame that is not ordinary is left to them: then nothing was written and remembered here.
+
+   Rules of CPython that hold in all of these files:
+   - Arguments are borrowed: who calls holds them until the function returns. What is taken from them (an item of a list or a
+     dictionary) is not held by the caller, and is gone if somebody replaces it while Python runs.
+   - So a reference is taken before a call that may run Python, to all that is used after it. A call that may: of a Python
+     function, of a method or getter that a script can override, and until 3.11 of an allocation, where gc may run.
+   - An exception is not set while another function of CPython is called. See errors.c for what becomes of it. */
 
 #include "frame_writer.h"
 
@@ -37,14 +44,19 @@ static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *inf
 
 static int parameter_rows(FrameWriter *self, Frame *frame, PyObject *info, PyObject *slots, PyObject *module, int64_t step)
 {
-    /* not PyObject_GetAttr: that calls Module.__getattr__ through Python's own slot */
+    /* Not PyObject_GetAttr. torch.nn.Module has a __getattr__ in Python, so its tp_getattro is CPython's slot_tp_getattr_hook:
+       that looks for __getattribute__ and __getattr__ first, and calls the latter if the module has no `_parameters`, as one
+       whose __init__ was not called. A module of the script may override both, to pass attributes of another module on.
+       PyObject_GenericGetAttr, which is object.__getattribute__, reads the module's own dictionary and runs none of that. */
     PyObject *parameters = PyObject_GenericGetAttr(module, s__parameters), *name, *parameter;
     Py_ssize_t position = 0;
     int good = parameters != NULL && PyDict_CheckExact(parameters);
     while (good && PyDict_Next(parameters, &position, &name, &parameter)) {
         if (parameter == Py_None)
             continue;
-        Py_INCREF(name); /* the calls below could change the dictionary */
+        /* PyDict_Next borrows both, and allows no change of the dictionary's size. watch_parameter calls Python, which may
+           register a parameter in another thread: then this loop may miss one, and is safe all the same. */
+        Py_INCREF(name);
         Py_INCREF(parameter);
         good = (PyObject *)Py_TYPE(parameter) == self->parameter &&
                (!self->with_grads || watch_parameter(self, parameter, info, name)) &&
@@ -63,7 +75,7 @@ static int argument_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObj
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
         if (!leaf_rows(self, frame, slots, input_roles[i], PyTuple_GET_ITEM(args, i), 1, 0))
             return 0;
-    PyObject *key, *leaf;
+    PyObject *key, *leaf; /* borrowed. torch (Module._call_impl) has made this dictionary for the call, and hands it to hooks */
     Py_ssize_t position = 0;
     while (PyDict_Next(kwargs, &position, &key, &leaf)) {
         PyObject *role = find(self->kwargs, key);
@@ -114,7 +126,7 @@ static int write_frame(FrameWriter *self, const ModuleCall *module_call)
                 !PyErr_Occurred() && read_rows(self, &frame, module_call->step) &&
                 make_memories(self, &frame, module_call->step) && store_frame(self, &frame, &call);
     drop_error();
-    if (taken) {
+    if (taken) { /* from here on the frame is in the file: Python must not write it again, whatever fails */
         remember(self, &frame);
         if (self->with_grads && self->forward && watch_outputs(self, &frame, info, module_call->page) < 0)
             taken = -1;
@@ -178,9 +190,11 @@ static int is_local(FrameWriter *self, PyObject *gradient)
     PyObject *key = PyLong_FromVoidPtr(gradient);
     PyObject *known = key != NULL ? find(self->local, key) : NULL;
     Py_XDECREF(key);
-    return known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 2 &&
-           is_ref_to(PyTuple_GET_ITEM(known, 0), gradient) && integer_of(gradient, s__version, &version) &&
-           item(known, 1) == version;
+    if (known == NULL || !PyTuple_CheckExact(known) || PyTuple_GET_SIZE(known) != 2 ||
+        !is_ref_to(PyTuple_GET_ITEM(known, 0), gradient))
+        return 0;
+    const int64_t then = item(known, 1); /* before the getter of a subclass runs: `known` is borrowed */
+    return integer_of(gradient, s__version, &version) && then == version;
 }
 
 static PyObject *writer_all_local(FrameWriter *self, PyObject *parameters)
@@ -210,6 +224,8 @@ static PyObject *writer_hook(FrameWriter *self, PyObject *const *args, Py_ssize_
 
 /* -- its type --------------------------------------------------------------------------------------------------- */
 
+/* The writer, the tables and the hooks refer to each other: only gc can free them. It subtracts what is visited here from each
+   count: each reference that is owned, to an object that gc knows, is visited exactly once. */
 static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
@@ -220,6 +236,8 @@ static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
     return 0;
 }
 
+/* gc calls this for what is unreachable, and so no call is going on. A frame that is written afterwards finds no cursor, and
+   `begin_frame` gives it up. */
 static int writer_clear(FrameWriter *self)
 {
     if (self->cell.obj != NULL)
@@ -277,6 +295,7 @@ static int set_cursor(FrameWriter *self)
 static int set_version(FrameWriter *self)
 {
     PyObject *version = PyObject_GetAttr(self->tensor, s__version);
+    /* version_of reads its fields: a property of Python's, or of another torch, is another object */
     const int is_in_c = version != NULL && Py_IS_TYPE(version, &PyGetSetDescr_Type);
     if (!expect(version, is_in_c, "Tensor._version must be computed in C")) {
         Py_XDECREF(version);
@@ -286,7 +305,7 @@ static int set_version(FrameWriter *self)
     return 1;
 }
 
-/* The recorder's memory is borrowed anew for each frame: a map whose memory is lent could not be closed. */
+/* The recorder's memory is borrowed anew for each frame: a map whose memory is lent could not be closed (BufferError). */
 static int check_memory(FrameWriter *self)
 {
     Py_buffer memory;
@@ -313,6 +332,8 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                                    EACH_OBJECT(PLACE_OF) &exchange, &near, &self->forward,
                                                    &self->with_weights, &self->with_grads,
                                                    EACH_OPTIONAL(PLACE_OF) &self->reads_host);
+    /* The parser borrows. If it fails, some members are set and some NULL: each that is set gets its reference, which
+       tp_dealloc gives back. */
     EACH_OBJECT(HOLD)
     EACH_OPTIONAL(HOLD)
 #define NONE_TO_NULL(NAME)         \

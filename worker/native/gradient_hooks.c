@@ -1,4 +1,14 @@
-/* Records ordinary gradients of outputs and of parameters, as worker/hooks/backward.py records any. */
+/* Records ordinary gradients of outputs and of parameters, as worker/hooks/backward.py records any.
+
+   Rules of autograd:
+   - It calls a hook in the thread that runs the node: on a device that is a thread of the engine (torch/csrc/autograd/engine.h,
+     `start_device_threads`), and on the host the one that called backward(). Several threads of a script may do so at a
+     time. It takes the interpreter's lock for the call (python_hook.cpp), so two hooks never run at once, but one may begin
+     where another has released the lock.
+   - What a hook raises ends the backward, and backward() raises it in the thread of the script.
+   - A hook that returns None leaves the gradient as it is. These return nothing else.
+   - torch holds a hook while it calls the hooks of a tensor, but Python may call one, too, and delete its attributes. So a
+     call takes references to what it uses after others have run. */
 
 #include "gradient_hooks.h"
 
@@ -26,6 +36,8 @@ static int hook_traverse(Hook *self, visitproc visit, void *arg)
     return 0;
 }
 
+/* torch keeps hooks in its own C++ objects, which gc does not see: a cycle through a tensor's graph is broken by torch alone.
+   Here the cycle is broken that runs through the writer and its tables. */
 static int hook_clear(Hook *self)
 {
     Py_CLEAR(self->writer);
@@ -80,7 +92,9 @@ static int remember_local(FrameWriter *self, PyObject *gradient)
     return good;
 }
 
-/* Whether the gradient of a parameter may be read when the backward ends: no other hook gets it before. */
+/* Whether the gradient of a parameter may be read when the backward ends: no other hook gets it before. The hooks that
+   register_post_accumulate_grad_hook puts in run once `.grad` has its value, and may change it: an optimizer in the backward
+   does, and sets it to None. */
 static int may_wait(Hook *self, PyObject *parameter)
 {
     if (truth_of(self->gradients, s_waits) != 1)
@@ -99,6 +113,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     Call call = {.parent = NOTHING, .phase = PHASE_BACKWARD, .rank_phase = RANK_BACKWARD};
     int64_t number;
     const int is_local = parameter != NULL;
+    /* the last: gc may have cleared the writer */
     if ((PyObject *)Py_TYPE(gradient) != self->tensor || !begin_frame(self, &frame) ||
         hook->gradients != self->gradients)
         return 0;
@@ -181,11 +196,11 @@ static PyObject *output_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
     PyObject *gradient = PyTuple_GET_ITEM(args, 0), *page = self->page, *result;
     if (self->writer == NULL || self->info == NULL || self->role == NULL || page == NULL)
         Py_RETURN_NONE;
-    Py_INCREF(self);
+    Py_INCREF(self); /* a callback may remove the hook from its tensor, and Python may delete its page, while this runs */
     Py_INCREF(page);
     if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, NULL))
         result = Py_NewRef(Py_None);
-    else if (keeps_error())
+    else if (keeps_error()) /* the script's: it is raised without the way through Python, which would run with it pending */
         result = NULL;
     else
         result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_output, self->info, self->role, page,
@@ -216,7 +231,12 @@ static PyObject *parameter_hook_call(Hook *self, PyObject *args, PyObject *kwarg
 
 /* -- putting them in -------------------------------------------------------------------------------------------- */
 
-/* Tensor.register_hook, without the handle that nobody would keep. 0 if it is left to it. */
+/* Tensor.register_hook, without the handle that nobody would keep. 0 if it is left to it.
+
+   As in torch/_tensor.py: the tensor gets a dictionary of hooks, and the node that made it learns of the dictionary
+   (`_register_hook_dict`), because autograd calls the hooks of nodes. A number names each hook, from a count that
+   RemovableHandle has for all tensors: the script's handles remove by these numbers, and must not meet ours. A tensor that has
+   a dictionary already is left to register_hook itself. */
 static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObject *tensor, PyObject *page)
 {
     PyObject *hooks = NULL, *function = NULL, *dict = NULL, *number = NULL, *next = NULL, *hook = NULL, *done = NULL;
@@ -241,7 +261,7 @@ static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObj
         goto end;
     done = PyObject_CallMethodObjArgs(function, s__register_hook_dict, tensor, NULL);
     good = done != NULL;
-    if (!good) {
+    if (!good) { /* else Tensor.register_hook would take the node for one that knows of the dictionary */
         drop_error();
         if (PyObject_SetAttr(tensor, s__backward_hooks, Py_None) < 0)
             drop_error();
@@ -274,6 +294,7 @@ int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *pag
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
+        /* a leaf has no node: its gradient comes to the hook of a parameter, or to nobody */
         if (!row->is_output || !row->is_new || truth_of(row->object, s_is_leaf) == 1)
             continue;
         PyObject *role = grad_role_of(row->role);
@@ -317,7 +338,9 @@ static PyType_Spec output_hook_spec = {"gpuwatch.worker.native.core.OutputHook",
 static PyType_Spec parameter_hook_spec = {"gpuwatch.worker.native.core.ParameterHook", sizeof(Hook), 0, HOOK_FLAGS,
                                           parameter_hook_slots};
 
-/* Dynamo reads __call__ of a type, and breaks a graph at one that is not of Python. A call takes tp_call, which stays. */
+/* Dynamo reads __call__ of a type, and breaks a graph at one that is not of Python. A call takes tp_call, which stays: CPython
+   (type.__setattr__, update_slot) sets it to a function that calls the new __call__, and so it is put back. CPython caches
+   what it has found in a type, by a number that PyType_Modified takes away. */
 PyObject *trace_hooks_as(PyObject *module, PyObject *function)
 {
     PyTypeObject *types[] = {output_hook_type, parameter_hook_type};

@@ -1,4 +1,5 @@
-/* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/dynamo.py. */
+/* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/dynamo.py. torch's dispatcher calls it,
+   with the interpreter's lock, where the compiled code runs. The numbers wait in `seen` for the frame of their module. */
 
 #include "graph_look.h"
 
@@ -47,6 +48,7 @@ static int look_at(Look *self, PyObject *tensor, PyObject *place)
         Py_XDECREF(seen);
         return 0;
     }
+    /* a NamedTuple is a tuple with nothing added: tp_alloc makes it without its __new__, and its items are NULL until now */
     PyTuple_SET_ITEM(seen, 0, stats);
     PyTuple_SET_ITEM(seen, 1, dims);
     if (PyList_SetItem(self->seen, position, seen) < 0)

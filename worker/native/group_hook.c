@@ -1,5 +1,8 @@
 /* What torch calls before each collective of a process group (ProcessGroup.register_pre_hook). It notes those that C++ issues
-   by itself: DDP's reductions, functional collectives in compiled code. Python's own are noted by the replaced methods. */
+   by itself: DDP's reductions, functional collectives in compiled code. Python's own are noted by the replaced methods.
+
+   It may come in a thread of autograd's, where DDP reduces a bucket in the backward: C++ takes the interpreter's lock for it. In such
+   a thread no signal's handler runs (see errors.c). */
 
 #include "group_methods.h"
 
@@ -56,6 +59,7 @@ static int note_call(GroupHook *self, PyObject *group, PyObject *call)
 static PyObject *hook_call(GroupHook *self, PyObject *args, PyObject *names)
 {
     (void)names;
+    /* a reference is taken: the script may drop the group while its hook runs */
     PyObject *group = calls_inside == 0 && PyTuple_GET_SIZE(args) == 1 ? object_of(self->group) : NULL;
     if (group != NULL && note_call(self, group, PyTuple_GET_ITEM(args, 0)) < 0)
         tell_fault(self->writer);

@@ -1,4 +1,8 @@
-/* Reads the tensors that pass between ranks: finite or not, and how large. Calls Python only if one is not finite. */
+/* Reads the tensors that pass between ranks: finite or not, and how large. Calls Python only if one is not finite.
+
+   Items of the script's lists are borrowed: reading one runs no Python and keeps the interpreter's lock (`largest_of`), so no other
+   thread changes the list meanwhile. Outputs are kept as weak references until the wait: they may be large, and a script that
+   drops them wants their memory. */
 
 #include "group_look.h"
 
@@ -53,6 +57,7 @@ int look_at(const GroupWriter *self, PyObject *tensors, Look *look)
 static int add_place(PyObject *found, PyObject *tensor, const TensorView *view)
 {
     PyObject *ref = PyWeakref_NewRef(tensor, NULL), *address = PyLong_FromVoidPtr(view->address);
+    /* the address, too: a tensor whose storage was freed or replaced meanwhile is not read */
     const int done = ref != NULL && address != NULL && PyList_Append(found, ref) == 0 && PyList_Append(found, address) == 0;
     Py_XDECREF(ref);
     Py_XDECREF(address);
@@ -135,6 +140,7 @@ int look_at_issued(GroupWriter *self, Place *place)
 
 int look_late(GroupWriter *self, Place *place, int when, PyObject *tensors)
 {
+    /* `late` is Python, and gets a list that holds the tensors. What it returns is kept in the place, and given to it again. */
     if (self->late == NULL || self->slots[place->slot].holders != place->holders) /* another group holds its slot by now */
         return 0;
     PyObject *given = place->given_late != NULL ? place->given_late : Py_None;

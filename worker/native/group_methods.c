@@ -1,5 +1,14 @@
 /* Replaced methods of torch's classes. Each is a C function bound like pybind11's own: it has no frame, so no traceback of
-   the user's shows it, and pybind11 does not take it for a method that a subclass in Python has overridden. */
+   the user's shows it, and pybind11 does not take it for a method that a subclass in Python has overridden.
+
+   - pybind11 binds a method as an instancemethod (PyInstanceMethod_New) around a function in C: a plain function in C would not
+     get the object as its first argument.
+   - Where C++ calls a virtual method, pybind11 looks whether Python has overridden it (get_type_override). It takes a function in
+     C for its own (is_cpp_function, PyCFunction_Check); one in Python would be called by C++ again, without end.
+   - CPython keeps a pointer to the PyMethodDef of a function, and to its texts. They lie in the GroupMethod, which is the function's
+     `self`: it lives as long as the function.
+   - pybind11 releases the interpreter's lock in many methods: other threads call others meanwhile. What a call notes is on its own
+     stack, in `place`. */
 
 #include "group_methods.h"
 
@@ -22,6 +31,7 @@ static PyTypeObject *method_type;
 
 /* -- one call --------------------------------------------------------------------------------------------------- */
 
+/* By thread: an operation of another thread is another operation, also if it begins meanwhile. */
 _Thread_local int calls_inside;
 
 void tell_fault(GroupWriter *self)
@@ -102,7 +112,7 @@ static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Pla
         return 0;
     if (self->call == CALL_WAIT || self->call == CALL_BLOCK)
         return waits_for(self->writer, args[0], place);
-    /* held: a list may change while Python runs */
+    /* held: `args` holds the list, but a list may change while Python runs, and its item is gone then */
     PyObject *tensor = self->tensor >= 0 ? first_of(args[self->tensor + 1]) : NULL;
     Py_XINCREF(tensor);
     int noted;
@@ -138,7 +148,7 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
 static void note_failure(GroupMethod *self, const Place *place)
 {
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised */
+    PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised; none may be set while the note is made */
     if (leave_phase(self->writer, place, GROUP_FAILED) < 0)
         drop_error();
     PyErr_Restore(type, value, trace);
@@ -149,10 +159,12 @@ static void note_failure(GroupMethod *self, const Place *place)
 static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
 {
     Place place = {.outputs = NULL, .given_late = NULL};
-    Py_INCREF(self); /* a fault takes the method away, while it runs */
+    /* A fault takes the method away from its class, while it runs: with that CPython gives up function and GroupMethod. */
+    Py_INCREF(self);
     const int noted = begin(self, args, given, &place);
     if (noted < 0)
         tell_fault(self->writer);
+    /* The script's call is made, whatever has become of the note: the other ranks make it, too, and wait for this one. */
     calls_inside += noted > 0;
     PyObject *result = PyObject_Vectorcall(self->before, args, (size_t)given, names);
     calls_inside -= noted > 0;

@@ -1,4 +1,12 @@
-/* Writes the table of process groups while another process reads it. The caller keeps the interpreter's lock. */
+/* Writes the table of process groups while another process reads it. The caller keeps the interpreter's lock.
+
+   Each function first asks Python and torch, then borrows the map, writes, and gives it back: in between nothing is called, so no
+   other thread writes, and the file cannot be closed. The phase of a slot, G_STATE, is published last (see `publish`): a
+   reader that sees it sees the operation that it is about.
+
+   Groups and works are objects of pybind11. Python's object may go while the one in C++ stays, and a new object of Python, for the
+   same one or another, may get its address. So a weak reference stands beside each address, and nothing here keeps a
+   work alive: it may own tensors of the script. */
 
 #include "group_writer.h"
 
@@ -34,7 +42,7 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
         PyErr_SetString(PyExc_ValueError, "no such slot");
         return -1;
     }
-    PyObject *ref = PyWeakref_NewRef(group, NULL);
+    PyObject *ref = PyWeakref_NewRef(group, NULL); /* without a callback it is one object, which all share that ask for it */
     if (ref == NULL)
         return -1;
     GroupSlot *slot = &self->slots[number];
@@ -45,7 +53,7 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
     drop_error();
     Py_XSETREF(slot->ref, ref);
     slot->group = group;
-    slot->holders++;
+    slot->holders++; /* a Place of the group before is void now: `borrow_place` compares */
     return 0;
 }
 
@@ -103,6 +111,7 @@ static int64_t *borrow_place(GroupWriter *self, const Place *place, Py_buffer *m
 
 static int counted_by(GroupWriter *self, PyObject *group, int64_t *counted)
 {
+    /* torch's own class: its function is called without a lookup. A subclass may have a counter of its own, in Python. */
     PyObject *found = (PyObject *)Py_TYPE(group) == self->group
                           ? PyObject_CallOneArg(self->counter, group)
                           : PyObject_CallMethodNoArgs(group, s__get_sequence_number_for_group);
@@ -184,6 +193,7 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     if (found <= 0)
         return found;
     int64_t *fields = new.fields;
+    /* torch has counted more than was noted: C++ has issued collectives by itself (DDP), which ranks must count alike */
     const int64_t unseen = new.counted - fields[G_COUNTED];
     const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
     int64_t *recent = operation_of(fields, number);
@@ -259,7 +269,7 @@ int waits_for(GroupWriter *self, PyObject *work, Place *place)
     PendingWork *entry = entry_of(self, work);
     if (entry == NULL)
         return 0;
-    const int is_same = is_ref_to(entry->ref, work);
+    const int is_same = is_ref_to(entry->ref, work); /* else another work had this address before */
     *place = entry->place;
     entry->place.outputs = entry->place.given_late = NULL;
     entry->work = NULL;
@@ -287,6 +297,7 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
         return -1;
     PendingWork *entry = room_for(self, work);
     entry->work = work;
+    /* The entry is whole before a reference is given up: that may run a destructor, and so Python, which may come here again. */
     Place before = entry->place;
     entry->place = *place;
     place->outputs = place->given_late = NULL; /* the entry owns them now */

@@ -1,5 +1,8 @@
 /* Reads how many operations were issued on all process groups, without a bytecode of Python, at which a signal's handler
-   could run. worker/record/collectives.py counts and has the rule: it is asked only when something was issued since. */
+   could run. worker/record/collectives.py counts and has the rule: it is asked only when something was issued since.
+
+   Every hook asks for this number. A handler that raised here would raise in the midst of a hook; without a bytecode it runs
+   before or after the hook, in the script's own code. What `count` raises goes to the caller: it may be the script's. */
 
 #include "issued.h"
 
@@ -39,6 +42,7 @@ static int add_messages(PyObject *table, int64_t *total)
     PyObject *groups = object_of(table);
     if (groups == NULL) /* it is gone, or none was given: then `table` is no weak reference */
         return 1;
+    /* object_of has taken a reference: the attributes are Python's, and another thread may drop the table */
     int64_t received = 0;
     PyObject *messages = PyObject_GetAttr(groups, s_messages);
     const int good = messages != NULL && integer_of(messages, s_received, &received);
@@ -55,7 +59,9 @@ static int read_issued(PyObject *history, PyObject *map, int64_t *total)
     int good = 0;
     Py_ssize_t counting = 0;
     PyObject *silent = PyObject_GetAttr(history, s_silent), *table = PyObject_GetAttr(history, s_table);
-    PyObject *each = PyDict_Keys(map); /* a call lets other threads run, and one may make a group */
+    /* torch's counter is bound by pybind11, and may release the interpreter's lock: another thread may make a group then. A list of
+       the keys holds the groups, and does not change under the loop, as PyDict_Next forbids. */
+    PyObject *each = PyDict_Keys(map);
     if (silent != NULL && table != NULL && each != NULL && PyDict_CheckExact(silent) &&
         integer_of(history, s_seq, &seq) && integer_of(history, s_groups, &groups) && add_messages(table, total)) {
         good = groups == PyList_GET_SIZE(each);
@@ -75,6 +81,7 @@ static int read_issued(PyObject *history, PyObject *map, int64_t *total)
 static PyObject *counter_call(IssuedCounter *self, PyObject *args, PyObject *kwargs)
 {
     (void)args, (void)kwargs;
+    /* sys.modules, and no import: a script that uses no torch.distributed must not get it from here */
     PyObject *module = find(PyImport_GetModuleDict(), s_distributed);
     if (module == NULL)
         return PyLong_FromLong(-1);

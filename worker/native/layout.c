@@ -2,6 +2,7 @@
 
 #include "layout.h"
 
+/* Tables by the code of a dtype. 0 is no dtype: the entry stays 0. */
 #define INF_OF(NAME, CODE, ENCODING, INF, TYPE, BITS) [CODE] = INF,
 const int64_t inf_bits[FLOATS_END] = {EACH_FLOAT(INF_OF)};
 

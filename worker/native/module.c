@@ -1,7 +1,21 @@
-/* The extension module gpuwatch.worker.native.core. It is optional: the Python code of worker/ can do all that it does. */
+/* The extension module gpuwatch.worker.native.core. It is optional: the Python code of worker/ can do all that it does.
+
+   It is initialised in a single phase, and not as PEP 489 has it: its state stands in static variables of these files. There
+   are the names that each call looks up, the types whose objects C makes, the rule of errors.c, and the functions of
+   OpenMP and of the driver. torch itself is loaded once in a process, so there is one set of hooks. With two phases a second
+   import (`del sys.modules[...]`) would make a second module, and replace the types of the first while its hooks
+   are in use. In a single phase, with a size of -1, CPython makes the module once: a second import gets the same contents.
+   An interpreter with an interpreter's lock of its own refuses such a module, which is right: the state is guarded by one. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+/* Only the interpreter's lock guards that state, borrowed references and the recorder's pages. On a free-threaded Python
+   (PEP 703) the import of a module that does not declare Py_MOD_GIL_NOT_USED turns the lock on, for all threads of the
+   script. To declare it would be false. So this module is not built there, and Python does its work. */
+#ifdef Py_GIL_DISABLED
+#error "gpuwatch's part in C needs the GIL: on a free-threaded Python gpuwatch does without it"
+#endif
 
 #include "errors.h"
 #include "frame_writer.h"
@@ -13,7 +27,6 @@
 #include "layout.h"
 #include "objects.h"
 #include "readings.h"
-#include "recursion.h"
 #include "reductions.h"
 #include "threads.h"
 #include "types.h"
@@ -145,11 +158,6 @@ static PyMethodDef methods[] = {
      "omp_get_max_threads, omp_in_parallel, omp_get_thread_num and omp_get_num_threads. Without arguments, the calling\n"
      "thread reads alone."},
     {"trace_hooks_as", trace_hooks_as, METH_O, "Have dynamo trace this Python function where it traces a hook of a gradient."},
-    {"call_begins", call_begins, METH_NOARGS, "A forward pre-hook has begun. Until `work_ends` it may take some frames."},
-    {"work_begins", work_begins, METH_NOARGS, "A forward hook has begun. Until `call_ends` it may take some frames."},
-    {"work_ends", work_ends, METH_NOARGS, "The pre-hook ends."},
-    {"call_ends", call_ends, METH_NOARGS, "The forward hook ends."},
-    {"first_frame", first_frame, METH_NOARGS, "The frames below the caller are ours: it is to be the first one."},
     {NULL, NULL, 0, NULL},
 };
 

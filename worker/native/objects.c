@@ -32,7 +32,9 @@ PyObject *wrong(const char *expected)
     return NULL;
 }
 
-/* The object of a weak reference, borrowed: another owner holds it, or it is only compared. NULL if it is gone. */
+/* The object of a weak reference, borrowed: another owner holds it, or it is only compared. NULL if it is gone. No other thread
+   can drop the last reference before the caller has taken one of its own: the interpreter's lock is held, and nothing is
+   called. 3.13 deprecates PyWeakref_GetObject, which borrows, because that does not hold without the lock. */
 static PyObject *referent(PyObject *ref)
 {
     if (!PyWeakref_CheckRef(ref))
@@ -49,6 +51,8 @@ static PyObject *referent(PyObject *ref)
 #endif
 }
 
+/* An address alone does not tell an object: CPython gives the memory of one that is gone to the next. So tables here hold a weak
+   reference beside each address, or beside an id(). */
 int is_ref_to(PyObject *ref, PyObject *object)
 {
     return referent(ref) == object;
@@ -78,7 +82,7 @@ int integer_of(PyObject *object, PyObject *name, int64_t *number)
 
 int integer_from(PyObject *object, int64_t *number)
 {
-    *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
+    *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1; /* -1 is a number, too: only PyErr_Occurred tells */
     if (*number != -1 || !PyErr_Occurred())
         return PyLong_Check(object);
     drop_error();
@@ -92,7 +96,7 @@ int truth_of(PyObject *object, PyObject *name)
         drop_error();
         return -1;
     }
-    const int truth = found == Py_True ? 1 : found == Py_False ? 0 : -1;
+    const int truth = found == Py_True ? 1 : found == Py_False ? 0 : -1; /* PyObject_IsTrue could call __bool__ of a tensor */
     Py_DECREF(found);
     return truth;
 }
@@ -117,7 +121,7 @@ PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *number
         if (number == NULL)
             Py_CLEAR(tuple);
         else
-            PyTuple_SET_ITEM(tuple, start + i, number);
+            PyTuple_SET_ITEM(tuple, start + i, number); /* takes the reference over; only for a tuple that nobody else has seen */
     }
     return tuple;
 }

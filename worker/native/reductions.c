@@ -1,4 +1,8 @@
-/* The loops over bits. Each is also compiled for wide registers, and chosen by the processor at run time. */
+/* The loops over bits. Each is also compiled for wide registers, and chosen by the processor at run time.
+
+   IEEE 754 (and bfloat16, the upper half of a float32) orders positive floats as it orders their bits, inf and nan above all
+   others. So with the sign cleared the largest integer is the largest number, and tells whether one is not finite. A
+   comparison of floats is false for nan: a loop over floats would need a test of each element. */
 
 #include "reductions.h"
 
@@ -34,7 +38,7 @@ static int width = 0;
 void choose_width(void)
 {
 #if defined(__GNUC__) && defined(__x86_64__)
-    __builtin_cpu_init();
+    __builtin_cpu_init(); /* gcc: needed before __builtin_cpu_supports, which asks the processor and the system */
     if (__builtin_cpu_supports("avx2"))
         width = 1;
     if (width && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -110,7 +114,7 @@ void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, i
         const TYPE *data = memory;                                                                 \
         int64_t least = INT64_MAX, most = 0;                                                       \
         for (size_t i = 0; i < count; i++) {                                                       \
-            if (LEAST < 0 && data[i] == (TYPE)(LEAST))                                             \
+            if (LEAST < 0 && data[i] == (TYPE)(LEAST)) /* -INT64_MIN is no int64_t: undefined in C */ \
                 return 0;                                                                          \
             const int64_t size = data[i] < 0 ? -(int64_t)data[i] : (int64_t)data[i];               \
             least = size < least ? size : least;                                                   \
@@ -131,7 +135,7 @@ INTEGERS(int64_t, INT64_MIN)
 typedef struct {
     const char *memory;
     uint8_t dtype;
-    struct { Reading reading; char apart[64]; } found[MOST_PARTS];
+    struct { Reading reading; char apart[64]; } found[MOST_PARTS]; /* two threads that write into one line of cache wait */
 } Parts;
 
 static void read_part(void *about, int part, size_t first, size_t count)

@@ -22,8 +22,9 @@ void clear_frame(Frame *frame)
 
 int version_of(FrameWriter *self, PyObject *tensor, int64_t *version)
 {
+    /* A descriptor in C (PyGetSetDescrObject) is a function and its closure, which the constructor has looked up once. */
     PyObject *found = self->version->d_getset->get(tensor, self->version->d_getset->closure);
-    if (found == NULL) {
+    if (found == NULL) { /* RuntimeError: inference tensors do not track version counter */
         drop_error();
         return 0;
     }
@@ -65,6 +66,7 @@ static RecentShape *recent_shape(FrameWriter *self, const DLTensor *tensor)
 /* The id of a tensor's shape; 0 if the Python path has not given it one yet. */
 static int shape_of(FrameWriter *self, const TensorView *view, uint32_t *shape)
 {
+    /* shape lies in the tensor, which may only be resized by other code: see TensorView */
     const size_t bytes = (size_t)view->dl.ndim * sizeof *view->dl.shape;
     RecentShape *recent = recent_shape(self, &view->dl);
     if (recent != NULL && recent->is_used && recent->ndim == view->dl.ndim &&
@@ -157,7 +159,7 @@ static int has_moved(FrameWriter *self, PyObject *seen, Row *row)
 static int is_still_at(FrameWriter *self, PyObject *seen, const void *address)
 {
     TensorView view;
-    PyObject *tensor = object_of(PyTuple_GET_ITEM(seen, 0));
+    PyObject *tensor = object_of(PyTuple_GET_ITEM(seen, 0)); /* held: torch's function is called with it */
     const int found = tensor != NULL && view_of(self->exchange, tensor, &view) && view.address == address;
     Py_XDECREF(tensor);
     return found;
@@ -180,6 +182,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     row->object = Py_NewRef(tensor);
     if (!version_of(self, tensor, &row->version) || row->version < 0)
         return 0;
+    /* `seen` has the tensors of earlier frames only: within a frame one may come twice, as input and as output */
     for (int i = 0; i < frame->used - 1; i++) {
         const Row *other = &frame->rows[i];
         if (other->object == tensor && other->version == row->version) {
@@ -194,14 +197,15 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     PyObject *seen = find(self->seen, row->key);
     if (is_memory_of(seen, row) && !has_moved(self, seen, row))
         return from_memory(seen, row);
+    /* asked before place_of: that makes a tuple, for which gc may run, and `seen` is borrowed */
+    const int is_changed = seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor);
     if (!place_of(self, row))
         return 0;
-    if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
-        is_for_device(self, row) == 1)
+    if (is_changed && is_for_device(self, row) == 1)
         return 0; /* changed: Python also records the numbers it had before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
-        row->address = row->view.address;
+        row->address = row->view.address; /* autograd and `view` make new tensors over the same elements */
         for (int i = 0; i < frame->used - 1; i++) {
             const Row *other = &frame->rows[i];
             if (other->is_new && other->address == row->address && other->view.count == row->view.count &&
@@ -254,6 +258,8 @@ static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject
 static int open_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *value, int depth,
                      int is_output)
 {
+    /* leaves_of is Python, and asks containers of the script for their items: afterwards nothing borrowed is valid but what
+       `found` and the arguments of the call hold. */
     PyObject *found = PyList_New(0), *level = PyLong_FromLong(depth), *done = NULL;
     if (found != NULL && level != NULL)
         done = PyObject_CallFunctionObjArgs(self->leaves_of, value, role, found, level, NULL);
@@ -377,6 +383,7 @@ int make_memories(FrameWriter *self, Frame *frame, int64_t step)
         Row *row = &frame->rows[i];
         if (!row->is_new)
             continue;
+        /* a weak reference: a table that kept activations alive would take the memory that the training needs */
         PyObject *ref = row->known != NULL ? Py_NewRef(PyTuple_GET_ITEM(row->known, 0))
                                            : PyWeakref_NewRef(row->object, NULL);
         if (ref == NULL)

@@ -1,4 +1,16 @@
-/* Where a tensor's elements are. */
+/* Where a tensor's elements are, by DLPack's exchange API (torch's ATen/dlpack.h: DLPackExchangeAPI).
+
+   - The table is found in a capsule of the class, torch.Tensor.__dlpack_c_exchange_api__. It lives as long as the process, so the
+     capsule need not be held.
+   - Fields may be added within a major version. Another major version may move them: then the table is not used. Its `previous`
+     may lead to an older table, which is not looked for.
+   - The protocol has two ways. One makes a DLManagedTensorVersioned, which owns the memory until its deleter is called. The
+     other, which is used here, fills a DLTensor that we have on the stack and owns nothing. torch still owns data, shape and
+     strides: they are valid until other code may run, and so are read at once.
+   - It takes the class for which the table was found, and that is exactly Tensor or Parameter here. A subclass may have data
+     elsewhere.
+   - It does not wait for the device. On success it returns 0. Else an exception is set, as for a tensor that DLPack
+     cannot describe: a sparse one. */
 
 #include "tensor_view.h"
 
@@ -17,7 +29,8 @@ const Exchange *exchange_of(PyObject *capsule)
     return exchange;
 }
 
-/* The number of elements at the address without a gap; 0 for another layout. An expanded dimension counts once. */
+/* The number of elements at the address without a gap; 0 for another layout. An expanded dimension counts once. The order of
+   elements means nothing to their least and largest, so a transposed tensor is read as it lies. */
 static int64_t dense(const DLTensor *tensor, int *is_in_order)
 {
     int64_t count = 1, sizes[MOST_DIMS], strides[MOST_DIMS];
@@ -81,6 +94,7 @@ int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)
     view->dtype = code_of(&view->dl);
     view->is_host = view->dl.device.type == HOST;
     view->count = dense(&view->dl, &view->is_in_order);
+    /* NULL + offset would be undefined in C, and look like an address */
     view->address = view->dl.data != NULL ? (char *)view->dl.data + view->dl.offset : NULL;
     return view->dtype != 0;
 }
@@ -103,7 +117,7 @@ static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
         drop_error();
         return 0;
     }
-    *number = (uintptr_t)PyLong_AsVoidPtr(found);
+    *number = (uintptr_t)PyLong_AsVoidPtr(found); /* NULL for an address of 0, and for an error */
     Py_DECREF(found);
     if (*number != 0 || !PyErr_Occurred())
         return 1;
@@ -129,6 +143,7 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
     Py_DECREF(storage);
     if (!known)
         return -1;
+    /* in this order no difference is below 0, and no sum is too large for its type */
     return memory != 0 && memory <= start && start - memory <= bytes && length <= bytes - (start - memory);
 }
 

@@ -3,7 +3,15 @@
    Torch's own OpenMP threads read a large tensor. They divide it as at::parallel_for does, into equal stretches in
    order, so each thread finds the part that it wrote in its own cache. This code calls the functions that a compiler
    calls for `#pragma omp parallel`, in the library that torch has loaded. Another library would bring as many threads
-   again. */
+   again.
+
+   Rules of the two libraries:
+   - A thread of OpenMP has no state of CPython's. So what it runs, `read`, touches no Python object.
+   - With the interpreter's lock released this thread touches none either. The caller holds a reference to the tensor: its
+     memory stays, unless the script itself resizes the storage in another thread, which would break its own reads, too.
+   - Within a parallel loop all threads have work already: omp_in_parallel is asked first.
+   - A forked child has one thread, and the library still counts those of its parent: worker/record/host_reduce.py calls
+     use_threads() in the child. */
 
 #include "threads.h"
 
@@ -63,6 +71,7 @@ PyObject *use_threads(PyObject *module, PyObject *const *args, Py_ssize_t given)
         found[i] = PyLong_AsVoidPtr(args[i]);
     if (PyErr_Occurred())
         return NULL;
+    /* ISO C has no cast between pointers to data and to functions; POSIX, for dlsym, has them converted */
     memcpy(&omp_parallel, &found[0], sizeof found[0]);
     memcpy(&omp_most_threads, &found[1], sizeof found[0]);
     memcpy(&omp_is_parallel, &found[2], sizeof found[0]);

@@ -1,5 +1,9 @@
 /* The lock of the Python code that writes. Python runs signals' handlers between bytecodes, and `with` runs none between
-   its C functions and its body: so what is taken here is given back, whatever a handler raises. */
+   its C functions and its body: so what is taken here is given back, whatever a handler raises. In Python a handler could
+   raise after the lock was taken and before `try` is entered.
+
+   The cells are those of an array of Python's. To borrow its memory keeps the array from growing, and so from moving. They are
+   read and written with the interpreter's lock held, and so need no atomics. */
 
 #include "writer_lock.h"
 
@@ -18,7 +22,8 @@ typedef struct {
 
 int take_lock(PyObject *mutex, int64_t *cells)
 {
-    PyObject *taken = PyObject_CallMethodNoArgs(mutex, s_acquire); /* a handler that raises ends the wait */
+    /* This releases the interpreter's lock while it waits. A signal's handler runs meanwhile, and ends the wait if it raises. */
+    PyObject *taken = PyObject_CallMethodNoArgs(mutex, s_acquire);
     if (taken == NULL)
         return 0;
     Py_DECREF(taken);
@@ -30,9 +35,9 @@ int take_lock(PyObject *mutex, int64_t *cells)
 void leave_lock(PyObject *mutex, int64_t *cells)
 {
     PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    if (--cells[DEPTH] == 0)
-        cells[HOLDER] = 0;
+    PyErr_Fetch(&type, &error, &trace); /* no function of CPython may be called while an exception is set */
+    if (--cells[DEPTH] == 0) /* an RLock: the same thread may have taken it several times */
+        cells[HOLDER] = 0;   /* before it is given back: the next holder writes its own id here */
     PyObject *left = PyObject_CallMethodNoArgs(mutex, s_release);
     Py_XDECREF(left);
     PyErr_Restore(type, error, trace);

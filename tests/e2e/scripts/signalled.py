@@ -32,7 +32,8 @@ parser.add_argument("--late", action="store_true", help="as if all tensors were 
 parser.add_argument("--saves", action="store_true", help="the handler first does what one at preemption does")
 options = parser.parse_args()
 if options.without_c:
-    sys.modules["gpuwatch.worker.native.core"] = None  # type: ignore[assignment]
+    for name in ("core", "recursion"):
+        sys.modules[f"gpuwatch.worker.native.{name}"] = None  # type: ignore[assignment]
 if options.late:
     os.environ["GPUWATCH_LATE_DEVICE"] = "1"
 

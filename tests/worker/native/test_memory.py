@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -277,5 +279,31 @@ def test_a_cursor_outside_of_the_file_is_not_followed(tmp_path):
             watched.recorder.cursor[0] = at
             assert not watched.hooks._gradients.writer.frame(info, module, (), {}, out, info.root.page, 0, 0, 0, 0, 0)
         watched.recorder.cursor[0] = -1
+    finally:
+        watched.close()
+
+
+# -- what is borrowed -------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_asked_for_its_version_may_forget_all_gradients(tmp_path):
+    """What it was compared with is gone then: the comparison read the memory of an entry that was freed."""
+    watched = Watched(tmp_path / "x.recorder")
+    gradients = watched.hooks._gradients
+
+    class Forgets(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            gradients.local.clear()
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    try:
+        gradient = torch.ones(2).as_subclass(Forgets)
+        for _ in range(3):
+            gradient.mul_(1)
+        version = gradient._version
+        gradients.local[id(gradient)] = (weakref.ref(gradient), version)
+        assert gradients.writer.all_local([("weight", SimpleNamespace(grad=gradient))])
+        assert gradients.local == {}
     finally:
         watched.close()

@@ -1,5 +1,8 @@
 /* Starts to read a frame's tensors on a device, for DeviceRows (worker/record/device_rows.py) and its DeviceStatsBuffer
-   (worker/device/device_buffer.py). What is rare is left to their methods. */
+   (worker/device/device_buffer.py). What is rare is left to their methods.
+
+   The caller holds the recorder's mutex (writer_lock.c): the methods of Python that are called here write into the recorder, and
+   another thread would find it half written. Exceptions go to the caller: the device may fail, and a handler may raise. */
 
 #include "device_reads.h"
 
@@ -172,7 +175,9 @@ static int launch_all(const Reading *reading, const Asked *asked, int64_t positi
         return 0;
     if (done < asked->fresh)
         return read_rest(reading, asked, done, position, count);
-    if (PyObject_IsTrue(reading->handle)) /* the default stream's memory is reused in its own order */
+    /* torch's allocator gives freed memory to the next tensor of its stream, whose work comes after ours. Work on another stream is
+       not ordered with that: so the tensors are kept until it is done. The default stream's memory is reused in its own order. */
+    if (PyObject_IsTrue(reading->handle))
         return was_done(PyObject_CallMethodObjArgs(reading->buffer, s_keep, reading->stream, reading->fresh, NULL));
     return 1;
 }
@@ -223,6 +228,7 @@ static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked
         return HAS_FAILED;
     if (!are_packed(reading, asked))
         return ASK_PYTHON;
+    /* From here on it cannot be undone: the values are in the file, and pending. So all that can be refused was asked before. */
     const int64_t position = take_values(self, frame, asked->used, &index);
     if (position < 0)
         return HAS_FAILED;

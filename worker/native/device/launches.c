@@ -1,4 +1,8 @@
-/* Launches a kernel through the driver's cuLaunchKernel, of which Python gives the address: nothing is linked. */
+/* Launches a kernel through the driver's cuLaunchKernel, of which Python gives the address: nothing is linked. The same build so
+   runs where there is no driver.
+
+   cuLaunchKernel copies the arguments before it returns. It launches in the context that is current in this thread, as torch has
+   made it. An error is returned, and no exception is set: Triton then launches the kernel. */
 
 #include "launches.h"
 
@@ -48,7 +52,9 @@ static int start(const LaunchedKernel *kernel, unsigned long programs, void *str
         arguments[i] = &values[i];
     if (launch_kernel == NULL)
         return NOT_INITIALIZED;
-    PyThreadState *released = PyEval_SaveThread(); /* it waits where very many launches are outstanding */
+    /* It waits where very many launches are outstanding: a thread that waits with the interpreter's lock stops all others. Only
+       memory of this function is used meanwhile. */
+    PyThreadState *released = PyEval_SaveThread();
     const int error = launch_kernel(kernel->function, (unsigned)programs, 1, 1, kernel->threads, 1, 1, kernel->shared,
                                     stream, arguments, NULL);
     PyEval_RestoreThread(released);
@@ -188,6 +194,7 @@ static int read_rows_from(const Reads *reads, const Source *source, const Source
     }
     if (!fit(&kernel, (unsigned long)(first + others), values))
         return 0;
+    /* asked for each launch: the script may have made another stream the current one */
     PyObject *found = reads->stream != NULL ? Py_NewRef(reads->stream) : PyObject_CallOneArg(reads->stream_of, reads->device);
     void *stream = found != NULL ? PyLong_AsVoidPtr(found) : NULL;
     Py_XDECREF(found);
@@ -209,6 +216,7 @@ static int read_listed(const Reads *reads, PyObject *tensors, PyObject *elements
     Source source = {NULL, 0, 0}, other = {NULL, 0, 0};
     const int has_other = at % 2 == 0 && at + 1 < PySequence_Fast_GET_SIZE(tensors);
     int done = -1;
+    /* The items are borrowed: the lists are the caller's own, and stay as they are during the call. */
     if (source_of(PySequence_Fast_GET_ITEM(tensors, at), PySequence_Fast_GET_ITEM(elements, at), &source) &&
         (!has_other ||
          source_of(PySequence_Fast_GET_ITEM(tensors, at + 1), PySequence_Fast_GET_ITEM(elements, at + 1), &other)))

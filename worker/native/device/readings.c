@@ -32,7 +32,7 @@ static PyObject *unchanged(PyObject *known)
     if (tensor == NULL)
         return Py_NewRef(Py_None);
     if (!integer_of(tensor, s__version, &version))
-        version = -1; /* an inference tensor */
+        version = -1; /* an inference tensor, which counts no changes */
     if (integer_from(PyTuple_GET_ITEM(known, 1), &then) && version == then)
         return tensor;
     Py_DECREF(tensor);
@@ -127,7 +127,7 @@ static Py_ssize_t fill_waiting(const Launched *launched, PyObject *waiting, int6
     const int counted = PyTuple_GET_ITEM(waiting, 2) == Py_True;
     Py_ssize_t number = 0;
     for (int good = 1; number < PyList_GET_SIZE(items); number++, entries += ENTRY) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(items, number));
+        PyObject *item = Py_NewRef(PyList_GET_ITEM(items, number)); /* fill asks torch and Python, and the list may change */
         entries[2] = first + number;
         good = number < room && fill(launched, item, counted, entries);
         Py_DECREF(item);
@@ -170,7 +170,7 @@ PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given)
             break;
         used += filled;
     }
-    if (_PyBytes_Resize(&entries, used * size) < 0)
+    if (_PyBytes_Resize(&entries, used * size) < 0) /* allowed while nobody else has seen the bytes; it frees them if it fails */
         return NULL;
     return settled(Py_BuildValue("(Nn)", entries, at));
 }

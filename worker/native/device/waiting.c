@@ -1,5 +1,6 @@
 /* What waits on a device, for the lists of a StreamBuffer (worker/device/stream_buffer.py): tensors for the next launch, and
-   weights that were read before for the packing of the rows. */
+   weights that were read before for the packing of the rows. A tensor that waits is held by its list, so its memory is not given to
+   another one; its elements may change, which its version tells. */
 
 #include "waiting.h"
 

@@ -11,7 +11,8 @@ typedef struct {
     int64_t rank_phase, rank_module; /* for the file's header: the activity of the rank, and its module; -1: no change */
 } Call;
 
-/* Begin a frame: read the counts of the open segment. 0 if no segment is open or the recorder is closed. */
+/* Begin a frame: read the counts of the open segment. 0 if no segment is open, the recorder is closed, or another thread is
+   writing. Nothing is locked: `store_frame` finds out whether somebody wrote since. */
 int begin_frame(FrameWriter *self, Frame *frame);
 
 /* Read the counts again after a device's reader has added values. 0 if another page is open by then. */

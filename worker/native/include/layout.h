@@ -1,7 +1,8 @@
 /* The numbers that this extension shares with Python: offsets in the recorder, and codes of a row.
 
    `layout_numbers` hands them to Python by name. worker/hooks/native_writer.py compares each of them with
-   core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter. */
+   core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter: a build that is left over from
+   another version would write numbers to wrong places. */
 
 #ifndef GPUWATCH_LAYOUT_H
 #define GPUWATCH_LAYOUT_H
@@ -69,7 +70,9 @@ enum { EACH_OTHER(AS_OTHER) };
 extern const int64_t inf_bits[FLOATS_END], encodings[FLOATS_END];
 extern const long float_bytes[FLOATS_END];
 
-/* Write a number that another process reads. A process that sees it also sees all that was stored before it. */
+/* Write a number that another process reads. A process that sees it also sees all that was stored before it: so a count is
+   published after its entries, and no reader finds an entry that is half written. Without release order the compiler may
+   store the count first, and so may a processor of ARM. An aligned integer of 64 bits is written in one piece. */
 static inline void publish(int64_t *place, int64_t number)
 {
     __atomic_store_n(place, number, __ATOMIC_RELEASE);

@@ -57,7 +57,9 @@ int was_done(PyObject *result);
    `tuple` may be NULL. Py_BuildValue reads its format twice and takes three times as long. */
 PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count);
 
-/* Borrowed; NULL with no exception set. */
+/* Borrowed; NULL with no exception set. It is valid until the interpreter's lock may be released or Python is called: then another
+   thread may take the item out of the dictionary, and with it the last reference. Keys are integers, strings or tuples of
+   these, whose comparison runs no Python. */
 static inline PyObject *find(PyObject *dict, PyObject *key)
 {
     PyObject *found = PyDict_GetItemWithError(dict, key);
@@ -66,6 +68,7 @@ static inline PyObject *find(PyObject *dict, PyObject *key)
     return found;
 }
 
+/* An integer of a tuple that gpuwatch itself has made: it fits, or an exception is set, for which the caller asks later. */
 static inline int64_t item(PyObject *tuple, Py_ssize_t position)
 {
     return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, position));

@@ -27,7 +27,9 @@ typedef struct {
     Numbers numbers;
     TensorView view;
     void *address;                                 /* NULL if views of the same memory are not looked for */
-    PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and its earlier reading */
+    /* The tensor, and its earlier reading. The row owns a reference to each: its numbers are read, and its hook is put in, after
+       calls in which the script may drop the tensor, or another thread may replace an entry of the dictionaries. */
+    PyObject *role, *object, *key, *seen, *place, *known;
 } Row;
 
 typedef struct {
@@ -41,7 +43,8 @@ typedef struct {
 void clear_frame(Frame *frame);
 
 /* The in-place changes of a tensor that is exactly a Tensor or a Parameter; 0 for an inference tensor, with no exception
-   set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as the getter. */
+   set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as the getter. A getter of
+   another class could be a function of the script's, and a subclass could hide it behind __torch_function__: hence exactly. */
 int version_of(FrameWriter *self, PyObject *tensor, int64_t *version);
 
 /* Gather. Each returns 0 if a row is not an ordinary one. `slots`: role -> slot of the module. `depth`: levels of nesting

@@ -33,10 +33,11 @@ typedef struct {
     void *address;
 } TensorView;
 
-/* The table in torch's capsule; NULL with an exception set if its version is unknown. */
+/* The table in torch's capsule, which is torch's own and is never freed. NULL with an exception set if its version is unknown. */
 const Exchange *exchange_of(PyObject *capsule);
 
-/* The view of a strided tensor on any device; 0, with no exception set, if it has none or its dtype is unknown. */
+/* The view of a strided tensor on any device; 0, with no exception set, if it has none or its dtype is unknown. The tensor must be
+   exactly a Tensor or a Parameter, and the caller holds it. Nothing is copied, and the device is not waited for. */
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view);
 
 /* Whether this code can read it: floats, or integers, in one piece of host memory. */
