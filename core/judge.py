@@ -1,12 +1,14 @@
 """What a frame's numbers mean: an alarm, expected, hidden by a rule, near overflow, underflow. The one place for that.
 
 `judge` is a pure function of a frame and of what its page has shown before it. It does not matter where the tensors
-lay, whether the numbers were there at once or came a batch later, or which hook wrote the frame.
+lay, whether the numbers were there at once or came a batch later, or which hook wrote the frame. Whether a bad value
+has any effect on the training is decided later, by worker/record/held_alarms.py.
 
 Recorded, and no alarm:
 - an optimizer's state beside the weight that it belongs to: it is shown because that weight is bad. In a frame of its
   own it is an alarm.
-- an input: a mask, a buffer from `torch.empty`. It becomes one when something bad comes out.
+- an input: it may be a mask, or memory from `torch.empty`. If the call then returns something bad, that output is the
+  alarm.
 - -inf alone in an output, what masks are made of; except where a module computed it with weights of its own from
   finite inputs.
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's

@@ -1,4 +1,4 @@
-"""Tells what a signal's handler has raised from gpuwatch's own errors.
+"""Distinguishes what a signal's handler has raised from gpuwatch's own errors.
 
 Python runs a signal's handler between two bytecodes of the main thread, wherever that thread is: during a backward
 that is often a hook of gpuwatch. What the handler raises (an alarm, a checkpoint at preemption, Ctrl-C) is the

@@ -1,6 +1,7 @@
 """What the preflight and a second run ask of a device: its memory, clock, identity, streams and random numbers.
 
-How the numbers of tensors are read there is device.py's. Another accelerator is one more class here, and one there.
+How the numbers of tensors are read there is device.py's. Another accelerator is one more class here, and one there; the
+other files that name a kind are listed in docs/development.md.
 """
 # ruff: noqa: D102  # `Accelerator` says what the methods do
 

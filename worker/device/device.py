@@ -1,4 +1,7 @@
-"""The devices that hold tensors of this process: CUDA, or the late device on the CPU that tests switch on."""
+"""The devices that hold tensors of this process: CUDA, or the late device on the CPU that tests switch on.
+
+It has what reads the numbers of tensors there. What the preflight and a second run ask of a device is accelerator.py's.
+"""
 # ruff: noqa: D102  # `StatsDevice` says what the methods of a device do
 
 from __future__ import annotations

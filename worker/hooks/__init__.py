@@ -1,1 +1,4 @@
-"""The hooks that torch calls: forward, backward, optimizer, GradScaler. They only record."""
+"""What runs at every call: hooks of forward, backward and step; replaced methods of groups, GradScaler and RPC.
+
+They only record.
+"""

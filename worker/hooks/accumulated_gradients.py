@@ -14,9 +14,12 @@ When the memory of a gradient is written, and by which hook it is read (torch 2.
 
     hooks of the tensor (`register_hook`)          the sum of all contributions is there, `.grad` is still the old one
     AccumulateGrad                                 writes `.grad`, or adds to it in place
-    `register_post_accumulate_grad_hook`           read here: by one hook before those of others, or one on each side
+    `register_post_accumulate_grad_hook`           read here. If the parameter has no other such hook, by our one hook.
+                                                   Else our first hook reads before the others, and our last one runs
+                                                   after them and writes the frame
     hooks of the AccumulateGrad node               DDP's Reducer: copies the gradient, and reduces it over the ranks
-    callbacks of the engine (`queue_callback`)     DDP and FSDP wait for the gradients of all ranks
+    callbacks of the engine (`queue_callback`)     DDP and FSDP wait for the gradients of all ranks. In a job without
+                                                   process groups, those on a device are read here, all together
     step                                           read again, where it is not as it was recorded
 
 See torch/csrc/autograd/functions/accumulate_grad.h, and torch/csrc/distributed/c10d/reducer.hpp for DDP.

@@ -1,7 +1,7 @@
 """Module calls: torch's global hooks before and after each. They only record.
 
 record/judging.py hands a frame to the judge once its numbers are there. Nothing here raises into the training except
-the abort that the user asked for.
+the abort that the user asked for, and what a signal's handler has raised meanwhile, which is the script's.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class ModuleCalls:
             if _is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
-        # before any other call: the frames that a hook may take until here are few (worker/native/recursion.c)
+        # before any other call of ours: a hook may take only a few frames until here (worker/native/recursion.c)
         call_begins()
         try:
-            # first: what a signal's handler has raised must not wait for our own work
+            # then, at once: what a signal's handler has raised must not wait for our own work
             self._progress.raise_kept()
             # a skipped root is not on the stack: all calls within it end here
             if self._skipping.root is not None and self._skipping.holds(module):
@@ -301,12 +301,14 @@ class ModuleCalls:
         stack, running, rows = self._stack, self._running, self._rows
         # The order below:
         #  1. find the entry of this call, as calls above it may have ended without `after`
-        #  2. note its autograd nodes and collectives, before anything of ours can add to either
+        #  2. note whether it raised, its autograd nodes, and its collectives, before anything of ours can change them
         #  3. forget what a collective within the call may have changed, before its arguments are looked up
         #  4. write the frames of graphs that ran in the call, which come before its own
         #  5. write its frame
-        #  6. launch what still waits to be read of weights that FSDP frees in the module's own hook, right after this
-        #  7. take the entry off, whatever was raised in between
+        #  6. read its masks, then launch what still waits to be read of weights that FSDP frees in the module's own
+        #     hook, right after this
+        #  7. take the entry off, whatever steps 4 to 6 have raised. After an exception in 1 to 3 the entry stays: the
+        #     next call drops it, as in step 1
         if _this_thread() != running.thread:
             return None
         info = stack[-1]

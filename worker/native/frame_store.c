@@ -11,6 +11,8 @@
      (threads.c), at each call of Python, and by finalizers, which gc until 3.11 may run at any allocation. Another thread may
      then write a frame, end the page or close the file. `store_frame` compares page and counts, and stores nothing if one
      differs. Python then writes the frame.
+   - A device writes numbers into values that were taken for it before (`take_values`), without Python. It writes nothing else,
+     and no other writer touches those values.
    - The process that reads takes no lock. It trusts the counts, and these are written last: see `publish` in layout.h. */
 
 #include "frame_store.h"

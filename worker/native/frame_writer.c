@@ -1,12 +1,12 @@
-/* Writes ordinary frames into the open page, as worker/hooks/ and worker/record/ write any frame. It works on their
-   dictionaries. A frame that is not ordinary is left to them: then nothing was written and remembered here.
+/* Gathers the rows of ordinary frames, as worker/hooks/ and worker/record/ do for any frame. It works on their
+   dictionaries. frame_reads.c reads the numbers, and frame_store.c writes the frame. A frame that is not ordinary is left to them: then nothing was written and remembered here.
 
    Rules of CPython that hold in all of these files:
    - Arguments are borrowed: who calls holds them until the function returns. What is taken from them (an item of a list or a
      dictionary) is not held by the caller, and is gone if somebody replaces it while Python runs.
-   - So a reference is taken before a call that may run Python, to all that is used after it. A call that may: of a Python
-     function, of a method or getter that a script can override, and until 3.11 of an allocation, where gc may run.
-   - An exception is not set while another function of CPython is called. See errors.c for what becomes of it. */
+   - Before a call that may run Python, take a reference to every object that is used afterwards. Such calls are: Python
+     functions; methods and getters that a script can override; and, until 3.11, any allocation, because gc may run in it.
+   - No exception may be set while another function of CPython is called. See errors.c for what becomes of it. */
 
 #include "frame_writer.h"
 
@@ -148,7 +148,7 @@ static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize
     const ModuleCall call = {args[0],    args[1],    args[2],    args[3],    args[4], args[5],
                              numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
     const int taken = write_frame(self, &call);
-    return taken < 0 ? NULL : answer(taken);
+    return taken < 0 ? settled(NULL) : answer(taken); /* the frame is written, and its outputs could not be hooked */
 }
 
 /* -- an optimizer step ------------------------------------------------------------------------------------------ */

@@ -91,7 +91,8 @@ static PyObject *counter_call(IssuedCounter *self, PyObject *args, PyObject *kwa
                       (PyDict_GET_SIZE(map) == 0 ? (total = -1, 1) : read_issued(self->history, map, &total));
     drop_error();
     Py_XDECREF(map);
-    return known ? PyLong_FromLongLong(total) : PyObject_CallNoArgs(self->count);
+    /* hooks in Python call this as well: what a handler has raised in a group of Python's must not wait for the next hook */
+    return settled(known ? PyLong_FromLongLong(total) : PyObject_CallNoArgs(self->count));
 }
 
 static PyObject *counter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -2,5 +2,5 @@
 
     worker (no torch) --starts--> coordinator (imports torch once) --forks--> a child; each test has a deadline
 
-`run` is the worker's side, `coordinator` runs the stages, and `meeting` exchanges reports between the ranks.
+`preflight_run` is the worker's side, `coordinator` runs the stages, and `meeting` exchanges reports between the ranks.
 """

@@ -1,7 +1,8 @@
 """Writes the frames that the part in C does not write. It and worker/native/frame_store.c are the two that write any.
 
-What a frame contains is decided by who takes it: a call, a graph, a backward, a step. What a tensor's numbers are is
-decided by who reads it: host memory and a device (rows.py), a compiled graph, the replay of one. Both end here.
+The part that records a frame chooses its rows: module calls (hooks/call_frames.py), compiled graphs, backwards, steps,
+buffers, a tensor that the script names. A FrameReader reads the numbers of each row: rows.py those in host memory and
+on a device, compile/ those of a graph. This file puts them together, and core/recorder/writer.py packs the bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Bad values without a known effect on the training: in a weight without a gradient, in a model that is not trained.
 
-a weight that no output shows          an alarm once it has a gradient; a notice when its root's others have one
+core/judge.py has said that they are bad. They are held back here until it is known whether they matter:
+
+a bad weight, its call's output finite an alarm once it has a gradient; a notice if other weights of the model get one
 a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
 a copy, with gradients                 an alarm when a backward reaches it; else a notice
 """
