@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 import torch
 
+from ...core.signal_errors import from_outside
 from ...core.text import MemoryAmount, first_line
 
 
@@ -162,6 +163,8 @@ class CudaAccelerator:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except Exception as error:  # its class depends on the cause and the version
+            if from_outside(error):
+                raise
             return first_line(error)
         return "" if torch.cuda.device_count() else "no GPU is visible"
 
@@ -368,7 +371,9 @@ def _cpu_model() -> str:
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
     try:
         block = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
-    except OSError:
+    except OSError as error:
+        if from_outside(error):
+            raise
         return f"cpu {platform.machine()} {platform.processor()}".strip()
     lines = dict(line.replace("\t", "").split(":", 1) for line in block.splitlines() if ":" in line)
     found = [lines[name].strip() for name in wanted if name in lines]
