@@ -282,6 +282,45 @@ class OperandNumbers(msgspec.Struct, frozen=True):
     """`finite`, `nan`, `+inf`, `-inf`; "" if it was not read."""
 
 
+NOTHING, SAMPLES = "nothing", "samples"
+"""What a trial of a forward has changed."""
+
+
+class CauseTrial(msgspec.Struct, frozen=True):
+    """An experiment after an alarm: an operation, or a forward, has run once more with one thing changed."""
+
+    of: str
+    """`operation`: alone, on its own operands; `forward`: that of the second run."""
+    changed: str
+    """`nothing`; `float32`, `bfloat16`, `float64`: computed in that dtype; `samples`: those that stand out replaced by
+    one that does not."""
+    value: str = ""
+    """What came out: `finite`, `nan`, `+inf`, `-inf`; "" if it did not run."""
+    abs_max: float | None = None
+    note: str = ""
+    """Why it did not run, as a clause."""
+
+
+class OddSamples(msgspec.Struct, frozen=True):
+    """Samples of a batch that stand out from the other samples of it, in one argument of a call."""
+
+    module: str
+    """The module that was handed them."""
+    role: str
+    """`input[0]`, `kwargs.x`"""
+    indices: list[int]
+    """Along dim 0."""
+    size: int
+    """Of dim 0."""
+    how: str
+    """`large`, `zero`, or `constant`"""
+    abs_max: float
+    """The largest of theirs."""
+    lowest: float
+    highest: float
+    """The range of abs max of the other samples."""
+
+
 class BadOperation(msgspec.Struct, frozen=True):
     """The operation that made a non-finite value in a second run of a forward, or in a batch of --explain N."""
 
@@ -300,6 +339,11 @@ class BadOperation(msgspec.Struct, frozen=True):
     """Which elements are not finite, in words (worker/record/bad_elements.py)."""
     node: str = ""
     """In a backward: `SqrtBackward0`. Then `code` is the line of the forward whose backward it is."""
+    handed: list[float] = []
+    """What an operation that works element by element was handed for its first bad element, in the order of `inputs`.
+    [] for other operations."""
+    trials: list[CauseTrial] = []
+    """Of the operation alone. [] if none was made."""
 
 
 def operation_text(found: BadOperation) -> str:
@@ -326,6 +370,9 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """Why it is None: a sentence without its full stop."""
     eagerly: bool = False
     """The call had run compiled code."""
+    samples: OddSamples | None = None
+    trials: list[CauseTrial] = []
+    """Of the forward."""
 
 
 class CaptureFile(msgspec.Struct, frozen=True):

@@ -250,8 +250,9 @@ class ModelWatch:
         return pages[-1].frames if pages else []
 
     def report(self, max_frames: int = 21) -> str:
-        """The verdict's statement, then the frames up to the first bad row: `abs min  abs max  metadata`."""
-        statement = self.verdict().statement
+        """The verdict's statement and its cause, then the frames up to the first bad row: `abs min  abs max  metadata`."""
+        verdict = self.verdict()
+        statement = "\n".join([verdict.statement, *([verdict.cause.line] if verdict.cause is not None else [])])
         for page in self.pages():
             anomaly = anomaly_of_page(page)
             if anomaly is not None:

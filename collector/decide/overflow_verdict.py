@@ -18,6 +18,7 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
+from .cause import CauseClues, cause_of
 from .clean_verdict import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
@@ -202,7 +203,9 @@ def _named(
     may_be_run = first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD)
     ran = _second_run(first, rank) if may_be_run else None
     operation = operation_of(first, ran)
-    clues = clues_of(facts, first, odd, large[0] if large is not None else "", operation)
+    clues = clues_of(facts, first, odd, large[0] if large is not None else "")
+    cause = cause_of(CauseClues(facts, first, blamed, clues.wild, large, ran, operation))
+    clues = replace(clues, cause=cause)
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
@@ -213,6 +216,7 @@ def _named(
         **whose(facts, rank),
         operation=operation,
         capture=capture,
+        cause=cause,
         statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,

@@ -19,10 +19,10 @@ from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
-from ..report.model import Verdict
+from ..report.model import OverflowCause, Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text, domain_advice
+from .words import between_text
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
@@ -244,7 +244,7 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
 
 # What to do next.
 
-_WHOLE_BATCHES = "To see whole batches: gpuwatch launch --trace-batches N,N"
+_WHOLE_BATCHES = "To see whole batches: gpuwatch launch --trace-batches"
 _GO_ON = "; to keep training past it: --on-overflow continue"
 _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = (
@@ -257,8 +257,6 @@ _SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
 class AdviceClues:
     """Evidence beside a diagnosis that decides what to inspect first."""
 
-    odd: OddWeight | None = None
-    """A copy of a weight that is blamed."""
     wild: WildWeight | None = None
     large: str = ""
     """The largest weight of a model that has not been trained yet, if it is very large."""
@@ -267,8 +265,7 @@ class AdviceClues:
     weights: bool = False
     went_on: bool = False
     """The script has ended well after it."""
-    domain: str = ""
-    """The advice, if the operation that made it had an input outside of its domain."""
+    cause: OverflowCause | None = None
 
 
 def clues_of(
@@ -276,22 +273,19 @@ def clues_of(
     first: LocalDiagnosis,
     odd: OddWeight | None = None,
     large: str = "",
-    operation: BadOperation | None = None,
 ) -> AdviceClues:
-    """The clues of a diagnosis. `odd` is a copy of a weight that differs, `operation` the one that made the value."""
+    """The clues of a diagnosis. `odd` is a copy of a weight that differs."""
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
     ended = facts.one(first.attempt, first.rank).script_exit
     may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
     return AdviceClues(
-        odd=odd if odd is not None and odd.certain else None,
         wild=wild_weight(facts, first) if may_be_wild else None,
         large=large,
         gradients=any(frame.gradients for frame in frames),
         weights=any(frame.weights for frame in frames),
         went_on=ended is not None and ended.code == 0,
-        domain=domain_advice(operation),
     )
 
 
@@ -303,21 +297,21 @@ def wild_line(wild: WildWeight) -> str:
 def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[str]:
     """Short advice on what to look at."""
     clues = clues or AdviceClues()
-    steps = _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
+    known = clues.cause.next if clues.cause is not None else []
+    steps = known or _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
     if (
-        not clues.domain
+        not known
         and first.dtype == "float16"
         and first.source in ("made", "reduced")
         and first.phase != FramePhase.OPTIMIZER
     ):
         steps = [_FLOAT16, *steps]
-    whole = f"{_WHOLE_BATCHES}{'' if clues.went_on else _GO_ON}."
+    numbers = ",".join(str(batch) for batch in (first.batch - 1, first.batch) if batch >= 0)
+    whole = f"{_WHOLE_BATCHES} {numbers}{'' if clues.went_on else _GO_ON}."
     return steps if first.source == "skipped" else [*steps, whole]
 
 
 def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
-    if clues.odd is not None:
-        return _steps_for_odd(clues.odd)
     if clues.wild is not None:
         large = f"{clues.wild.name} so large, {number_text(clues.wild.row.abs_max)} against {clues.wild.against}"
         return [
@@ -336,23 +330,6 @@ def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
     return []
 
 
-def _steps_for_odd(odd: OddWeight) -> list[str]:
-    memory = (
-        "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
-        "and leave it out of the next run if it happens again."
-    )
-    if odd.agreed_in is not None and odd.untrained:
-        return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
-    if odd.agreed_in is not None:
-        alone = "a gradient that is not reduced, a learning rate, a copy"
-        return [f"Look at what trains or changes that weight on this rank alone: {alone}."]
-    start = "Check whether every rank starts from the same seed and checkpoint"
-    return [
-        f"{start}; --trace-batches 0,N shows when they began to differ.",
-        *([f"If they started equal, run {memory}"] if odd.untrained else []),
-    ]
-
-
 _OF_SOURCE = {
     "skipped": "Run it again with --every 1 (or --explain N for batch N alone) to find the module.",
     "received": "Look at what the ranks that send to this one, or share a collective with it, computed just before: it "
@@ -369,10 +346,6 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
     """The advice; "" if there is none."""
     if first.source in _OF_SOURCE:
         return _OF_SOURCE[first.source]
-    if first.turned is not None:
-        return (
-            "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
-        )
     if is_of_no_module(first):
         return "Look at the code of the script that computed this tensor, outside of its modules."
     if first.source == "unread":
@@ -394,8 +367,6 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
         return _step_for_optimizer(first)
     if first.source == "weight":
         return _step_for_weight(first, clues)
-    if clues.domain:
-        return clues.domain
     if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return _NO_STEP + f"look at the initialisation of {what}."

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from ...core.errors import Code, coded
-from ...core.events import BadOperation, CaptureFile, GpuHealth, GpuXid
+from ...core.events import BadOperation, CaptureFile, CauseTrial, GpuHealth, GpuXid, OddSamples
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.identity import is_rank, pid_of_number, rank_name
@@ -52,6 +52,25 @@ class CascadedRank(msgspec.Struct, frozen=True):
     how: str
 
 
+class OverflowCause(msgspec.Struct, frozen=True):
+    """Why a non-finite value was made. `next` stands first in the verdict's own."""
+
+    kind: str
+    """data, precision, domain, divergence, step, start, mask, replica, passed, hook, unrepeatable"""
+    certainty: Certainty
+    """established: a trial or arithmetic shows it"""
+    statement: str
+    """A sentence without its full stop."""
+    next: list[str] = []
+    trials: list[CauseTrial] = []
+    sample: OddSamples | None = None
+
+    @property
+    def line(self) -> str:
+        """The line below the verdict's statement."""
+        return f"Cause, {self.certainty}: {self.statement}."
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """A field that does not apply is null. `role` is null if `seen_in` is set, and `rank` if `pid` is."""
 
@@ -86,6 +105,8 @@ class Verdict(msgspec.Struct, frozen=True):
     gpu: str | None = None
     """UUID of the GPU of `rank`."""
     capture: CaptureFile | None = None
+    cause: OverflowCause | None = None
+    """None where it is not known."""
     code: str = ""
     """The kind's."""
     cause_code: str = ""

@@ -221,6 +221,8 @@ def _verdict(console: Console, report: RunReport) -> None:
     title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
     console.print(WrappedText(Text(verdict.statement, style="bold")))
+    if verdict.cause is not None:
+        console.print(WrappedText(Text(verdict.cause.line, style="bold")))
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))

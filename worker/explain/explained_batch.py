@@ -29,7 +29,8 @@ from ..record.collectives import ranks
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import walk
-from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file, operation_name
+from .operands import operation_name
+from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _current_mode = name_in_torch("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None)

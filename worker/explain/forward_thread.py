@@ -56,7 +56,7 @@ class ForwardTarget(NamedTuple):
 class ForwardThread:
     """One forward of `module`, or of another method, under a watch.
 
-    `reached`: the bad value came where it had been seen before.
+    `reached`: the bad value came where it had been seen before. `seen`: what came there.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class ForwardThread:
         self._args, self._kwargs = args, kwargs
         self.reached, self.lacked_memory, self.why = False, False, ""
         self.operation: BadOperation | None = None
+        self.seen: torch.Tensor | None = None
 
     def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
         """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
@@ -123,6 +124,7 @@ class ForwardThread:
         leaf = next((leaf for role, leaf in leaves if role == self._target.row.role), None)
         if self.reached or not isinstance(leaf, torch.Tensor):
             return
+        self.seen = leaf
         origin, flags = self._watch.origin_of(leaf)
         self.reached = self._target.is_like(leaf, flags)
         self.operation = origin.operation if self.reached and origin is not None else None

@@ -23,18 +23,20 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.events import BadOperation, OperandNumbers
-from ...core.frames import RowKind
 from ...core.signal_errors import from_outside
-from ...core.values import NonFinite, Value, name_of
+from ...core.values import NonFinite
 from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
-from ..record.tensor_stats import is_foreign, local_part, measure, unwrapped
+from ..record.tensor_stats import is_foreign, local_part
+from .operands import BATCH_NORM, has_numbers, number_of, numbers_of, operation_name, plain_numbers, written_by
+from .operation_trials import MOST_BYTES, handed_for_first, operands_with, trials_of
 
 _MOST_KEPT = 1 << 30
 """Bytes of a storage that is copied before the run changes it."""
@@ -42,7 +44,6 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "masked_fill_")
 """Operations that write in place and read nothing of what was there before."""
 _WHOLLY = ("copy_", "fill_", "zero_")
-_BATCH_NORM = "batch_norm"
 _NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 _WITHOUT_FILE = ("<ipython", "<stdin>")
 """Names in brackets that stand for code of the user's. Others are generated code."""
@@ -97,6 +98,8 @@ class _HandedOperands(NamedTuple):
     written: list[torch.Tensor]
     before: dict[int, _HandedTensor]
     operands: dict[int, _HandedTensor]
+    copies: dict[int, torch.Tensor]
+    """Of those that it writes, by id: what trials need."""
 
 
 class CodePlace(NamedTuple):
@@ -130,6 +133,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Called with what each operation has written."""
         self.stopped = ""
         """Set from outside: the run ends at its next operation."""
+        self.tries = False
+        """Whether an operation that makes a bad value runs again, alone and in other dtypes."""
 
     # -- one operation ------------------------------------------------------------------------------------------
 
@@ -149,13 +154,15 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _handed_to(self, func: Any, args: Any, kwargs: Any) -> _HandedOperands:
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         before = {id(leaf): self._operand(leaf, read=True) for leaf in written}
         name = operation_name(func)
         for leaf in written:
             self._keep(leaf, name)
-        operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if _has_numbers(leaf)}
-        return _HandedOperands(given, written, before, operands)
+        operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if has_numbers(leaf)}
+        copied = [leaf for leaf in written if self.tries and leaf.nbytes <= MOST_BYTES and not is_foreign(leaf)]
+        copies = {id(leaf): leaf.detach().clone() for leaf in copied}
+        return _HandedOperands(given, written, before, operands, copies)
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, result: Any) -> None:
         self._order += 1
@@ -163,12 +170,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made = {id(leaf): leaf for leaf in [*handed.written, *returned]}
         for leaf in made.values():
-            if not _has_numbers(leaf):
+            if not has_numbers(leaf):
                 continue
             is_written = id(leaf) in handed.before
             if not is_written and _key(leaf) in inside:
                 continue  # a view
-            self._wrote(leaf, func, args, kwargs, handed.operands, is_new=not is_written)
+            self._wrote(leaf, func, args, kwargs, handed, is_new=not is_written)
 
     def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _HandedTensor:
         """What an operation is handed. Finite without a look, where only finite values were written into it."""
@@ -203,7 +210,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         func: Any,
         args: Any,
         kwargs: Any,
-        operands: dict[int, _HandedTensor],
+        handed: _HandedOperands,
         *,
         is_new: bool,
     ) -> None:
@@ -224,8 +231,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if not flags:
             return
         made = MadeValue(flags, self._order, span, place)
-        made.constant = any(isinstance(each, float) and not math.isfinite(each) for each in _numbers(args, kwargs))
-        known = {which: operand.made for which, operand in operands.items() if operand.made is not None}
+        made.constant = any(isinstance(each, float) and not math.isfinite(each) for each in plain_numbers(args, kwargs))
+        known = {which: operand.made for which, operand in handed.operands.items() if operand.made is not None}
         others = [maker for which, maker in known.items() if which != id(tensor)]
         is_out = func._schema.arguments[-1].name == "out" and func._schema.arguments[-1].kwarg_only
         if is_out or (name in _OVERWRITES and (others or made.constant or name in _WHOLLY)):
@@ -236,7 +243,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             made.unwritten = True
             made.origin = None
         if made.origin is made:
-            made.operation = self._describe(tensor, func, args, kwargs, operands, numbers)
+            made.operation = self._describe(tensor, func, args, kwargs, handed, numbers)
             if made.operation is None:
                 made.origin = None
         record.bad.append(made)
@@ -256,7 +263,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self._maker(self._storages.get(_key(tensor) or -1), tensor, flags).origin, flags
 
     def _describe(
-        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, operands: dict[int, _HandedTensor], output: Any
+        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, output: Any
     ) -> BadOperation | None:
         """None if an operand is not finite that nobody was seen to make: a kernel of Triton's is not dispatched."""
         inputs = []
@@ -265,17 +272,26 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and kinds.get(name) in ("number", "Tensor") and (name, value) != ("alpha", 1):
-                inputs.append(_number(float(value)))
+                inputs.append(number_of(float(value)))
             for leaf in _pytree.tree_leaves(value):
-                if isinstance(leaf, torch.Tensor) and _has_numbers(leaf):
-                    known, flags = operands[id(leaf)].numbers, 0
+                if isinstance(leaf, torch.Tensor) and has_numbers(leaf):
+                    known, flags = handed.operands[id(leaf)].numbers, 0
                     if not known.value:
                         known, flags = numbers_of(leaf)
                     if flags:
                         return None
                     inputs.append(known)
-        place = self._place()
-        return BadOperation(str(func), *place, inputs, output, without_modes(pattern_of, tensor))
+        found = BadOperation(str(func), *self._place(), inputs, output, without_modes(pattern_of, tensor))
+        return self._with_trials(found, tensor, func, args, kwargs, handed) if self.tries else found
+
+    def _with_trials(
+        self, found: BadOperation, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: _HandedOperands
+    ) -> BadOperation:
+        if len(handed.copies) < len({id(leaf) for leaf in handed.written}):
+            return found
+        own_args, own_kwargs = operands_with(args, kwargs, handed.copies)
+        first = without_modes(handed_for_first, func, own_args, own_kwargs, tensor)
+        return replace(found, handed=first, trials=without_modes(trials_of, func, own_args, own_kwargs, tensor.dtype))
 
     def _place(self) -> CodePlace:
         """The innermost module, and the innermost line that is not torch's."""
@@ -315,7 +331,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             raise SecondRunStopped(f"it changes {storage.nbytes() / _MOST_KEPT:.1f} GiB in place")
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self._kept[key] = flat, flat.clone()
-        if tensor.is_floating_point() and name not in _OVERWRITES and _BATCH_NORM not in name:
+        if tensor.is_floating_point() and name not in _OVERWRITES and BATCH_NORM not in name:
             self.changed.append(key)
 
     def restore(self) -> None:
@@ -333,25 +349,6 @@ def foreign_class(types: Any) -> type | None:
     return next(filter(is_foreign, types), None)
 
 
-def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
-    """(the description of a tensor, its flags). Waits for a device."""
-    found = without_modes(measure, unwrapped(tensor).detach())
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if found.content is not RowKind.MEASURED:
-        return OperandNumbers(dtype, shape, None, ""), 0
-    value = Value(*found[:3])
-    flags = int(value.flags)
-    return OperandNumbers(
-        dtype, shape, None if flags else value.abs_max, name_of(value.flags) if flags else "finite"
-    ), flags
-
-
-def _number(value: float) -> OperandNumbers:
-    if math.isfinite(value):
-        return OperandNumbers("number", None, abs(value), "finite")
-    return OperandNumbers("number", None, None, "nan" if math.isnan(value) else f"{value:+}")
-
-
 def _origin(made: MadeValue, operands: list[MadeValue]) -> MadeValue | None:
     """Follow the worst operand. An -inf that the code meant explains an -inf alone."""
     if not operands:
@@ -362,31 +359,6 @@ def _origin(made: MadeValue, operands: list[MadeValue]) -> MadeValue | None:
     if worst.origin is None:
         return made if is_new and worst.flags == NonFinite.NEGINF else None
     return made if is_new and worst.origin.constant else worst.origin
-
-
-def operation_name(func: Any) -> str:
-    """`mul_` of `aten.mul_.Tensor`."""
-    return str(func._schema.name.rpartition("::")[2])
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation writes in place."""
-    found = []
-    is_norm = _BATCH_NORM in func._schema.name
-    for position, argument in enumerate(func._schema.arguments):
-        is_running = is_norm and argument.name.startswith("running_")  # native_batch_norm does not declare it
-        if is_running or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            found += [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
-
-
-def _numbers(args: Any, kwargs: Any) -> list[Any]:
-    return [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _key(tensor: torch.Tensor) -> int | None:

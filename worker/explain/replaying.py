@@ -111,7 +111,7 @@ def _row(path: Path, device: str, title: str, dtype: str) -> ReplayRow:
     from ..record.names import outputs_of
     from . import reproduce
     from .forward_thread import explain
-    from .operation_watch import numbers_of
+    from .operands import numbers_of
 
     try:
         capture = reproduce.load(path, device)

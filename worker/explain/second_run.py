@@ -14,16 +14,25 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import SECOND_RUN_S, BadOperation, CaptureFile, ForwardCaptured, SecondRun
+from ...core.events import (
+    NOTHING,
+    SAMPLES,
+    SECOND_RUN_S,
+    BadOperation,
+    CaptureFile,
+    CauseTrial,
+    ForwardCaptured,
+    OddSamples,
+    SecondRun,
+)
 from ...core.frames import FramePhase, RowMark
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
@@ -51,64 +60,16 @@ from .forward_thread import (
     random_numbers,
     runs_eagerly,
 )
-from .operation_watch import OperationWatch, numbers_of
+from .kept_call import KeptCall, WeakTensor, is_tensor, kept_tensor, redirection, still_there
+from .odd_samples import odd_samples, with_others
+from .operands import numbers_of
+from .operation_trials import trial_of
+from .operation_watch import OperationWatch
 
 _MOST_ROOTS = 8
-_MOST_BYTES = 4 << 20
-"""A larger tensor that a root was handed is not kept alive."""
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _NOT_DISPATCHED = "no operation that torch dispatches made it"
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
-
-
-@dataclass(eq=False, slots=True)
-class _KeptCall:
-    """A call that can run again."""
-
-    info: ModuleInfo
-    page: int
-    issued: bool
-    """Collectives ran within it."""
-    contexts: list[ContextMaker]
-    leaves: list[Any] = field(default_factory=list)
-    """Its arguments, where it is kept; a tensor may be a _WeakTensor."""
-    tree: Any = None
-    versions: list[int] = field(default_factory=list)
-    random: RandomNumbers | None = None
-    """Those that it got; None: unknown."""
-    method: str = "forward"
-    """What ran: Lightning calls `training_step` through its module's `forward`."""
-
-
-class _WeakTensor(NamedTuple):
-    tensor: weakref.ref[torch.Tensor]
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
-def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor | _WeakTensor:
-    """Without its graph: an argument that requires gradients would keep that alive."""
-    if tensor.requires_grad or tensor.numel() * tensor.element_size() > _MOST_BYTES:
-        return _WeakTensor(weakref.ref(tensor))
-    return tensor
-
-
-def _redirection(module: nn.Module) -> dict[str, Any]:
-    """`{"method_name": "training_step", "original_forward": ...}` while a function of Lightning or Fabric stands in
-    place of the module's `forward`, for one call; else {}."""
-    forward = vars(module).get("forward")
-    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
-    if forward is None or not {"method_name", "original_forward"} <= set(names):
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(names, forward.__closure__, strict=True)}
-
-
-def _strong(leaf: Any) -> Any:
-    """The tensor that was kept weakly; as it was, if that is gone."""
-    held = leaf.tensor() if isinstance(leaf, _WeakTensor) else None
-    return leaf if held is None else held
 
 
 @dataclass(eq=False, repr=False)
@@ -135,12 +96,14 @@ class SecondRuns:
         """Until its one run."""
         self.keeps_roots = self.is_on and may_have_devices()
         """Whether it must be told of the arguments of roots."""
-        self._roots_kept: dict[int, _KeptCall] = {}
+        self._roots_kept: dict[int, KeptCall] = {}
         self._random: RandomNumbers | None = None
         self._method: tuple[int, str] = (0, "forward")
         """(id of the module that the root wraps, what the root's call runs of it)"""
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
+        self._odd: OddSamples | None = None
+        self._trials: list[CauseTrial] = []
 
     def expect(self, bad: NonFiniteRow) -> bool:
         """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
@@ -165,7 +128,7 @@ class SecondRuns:
             return
         if threading.get_ident() == self._running.thread:
             begun_with = self._random if not self._running.stack else None
-            call = _KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
+            call = KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
             module, (root, method) = info.ref(), self._method
             if module is not None and id(unwrap(module)) == root and info not in self._running.stack:
                 call.method = method  # else `training_step` has called its own module
@@ -177,11 +140,11 @@ class SecondRuns:
         bad = self._bad
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
         if bad is not None and kept is not None and kept.page == bad.page.number:
-            leaves = [_strong(leaf) for leaf in kept.leaves]
-            gone = any(isinstance(leaf, _WeakTensor) for leaf in leaves)
+            leaves = [still_there(leaf) for leaf in kept.leaves]
+            gone = any(isinstance(leaf, WeakTensor) for leaf in leaves)
             if self._progress.step != bad.page.step:
                 self._why = "an optimizer step has changed the weights since"
-            elif not gone and [version_of(leaf) for leaf in leaves if _is_tensor(leaf)] != kept.versions:
+            elif not gone and [version_of(leaf) for leaf in leaves if is_tensor(leaf)] != kept.versions:
                 self._why = "what the model was handed was changed in place since"
             elif not gone:
                 self._look_into(kept, *_pytree.tree_unflatten(leaves, kept.tree))
@@ -203,16 +166,16 @@ class SecondRuns:
     def root_begins(self, module: nn.Module) -> None:
         """A root is called: note the random numbers that it gets, and what runs."""
         self._random, run = without_modes(random_numbers), unwrap(module)
-        self._method = id(run), _redirection(run).get("method_name", "forward")
+        self._method = id(run), redirection(run).get("method_name", "forward")
 
     def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
         """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
         if info.root.page is not None and info.root.id < _MOST_ROOTS:
             leaves, tree = _pytree.tree_flatten((args, kwargs))
-            versions = [version_of(leaf) for leaf in leaves if _is_tensor(leaf)]
-            leaves = [_kept_tensor(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
+            versions = [version_of(leaf) for leaf in leaves if is_tensor(leaf)]
+            leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
-            kept = _KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
+            kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
             kept.method = self._method[1]
             self._roots_kept[info.root.id] = kept
 
@@ -224,7 +187,7 @@ class SecondRuns:
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _look_into(self, call: _KeptCall, args: Any, kwargs: Any) -> None:
+    def _look_into(self, call: KeptCall, args: Any, kwargs: Any) -> None:
         bad, module = self._bad, call.info.ref()
         if bad is None or module is None:
             return
@@ -259,7 +222,7 @@ class SecondRuns:
 
     def _run(
         self,
-        call: _KeptCall,
+        call: KeptCall,
         run: nn.Module,
         target: ForwardTarget,
         args: Any,
@@ -270,26 +233,65 @@ class SecondRuns:
         name = call.info.name
         names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
         watch = OperationWatch(name, names, sys._getframe(1))
+        watch.tries = True
         forward = ForwardThread(run, call.method, target, args, kwargs, watch)
-        began = time.monotonic()
-        with self._global.paused(), kept_as_it_is(run, watch, call.random):
-            if (own := _redirection(run).get("original_forward")) is not None:  # the job ends in its next call
-                vars(run)["forward"] = own
-            forward.run(self.limit_s, [*call.contexts, eager])
-        self.limit_s = max(0.0, self.limit_s - (time.monotonic() - began))
+        contexts = [*call.contexts, eager]
+        self._run_once(call, run, forward, watch, contexts)
         why = forward.why
         if watch.changed or watch.has_changed(tensors):
             why = why or "its call changes an input or a buffer in place"
         elif not why or forward.lacked_memory:
             self._write(call, run, args, kwargs)
+        if not why and call.random is not None and forward.seen is not None:
+            self._trials.append(without_modes(trial_of, [forward.seen], "forward", NOTHING))
         if not why and not forward.reached:
             why = "a second run of the forward did not make it again"
         if not why and forward.operation is None:
             self._why = f"{_NOT_DISPATCHED} in a call that could run again"
             return
+        if not why:
+            self._run_without_odd_samples(call, run, target, args, kwargs, contexts)
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled())
 
-    def _write(self, call: _KeptCall, run: nn.Module, *inputs: Any) -> None:
+    def _run_once(
+        self,
+        call: KeptCall,
+        run: nn.Module,
+        forward: ForwardThread,
+        watch: OperationWatch,
+        contexts: list[ContextMaker],
+    ) -> None:
+        """Run a forward and put everything back. What it takes counts against the limit of all runs together."""
+        began = time.monotonic()
+        with self._global.paused(), kept_as_it_is(run, watch, call.random):
+            if (own := redirection(run).get("original_forward")) is not None:  # the job ends in its next call
+                vars(run)["forward"] = own
+            forward.run(self.limit_s, contexts)
+        self.limit_s = max(0.0, self.limit_s - (time.monotonic() - began))
+
+    def _run_without_odd_samples(
+        self,
+        call: KeptCall,
+        run: nn.Module,
+        target: ForwardTarget,
+        args: Any,
+        kwargs: Any,
+        contexts: list[ContextMaker],
+    ) -> None:
+        """Run the forward again with the samples replaced that stand out from the others of its batch."""
+        self._odd = odd = without_modes(odd_samples, call.info.name, args, kwargs)
+        if odd is None:
+            return
+        watch = OperationWatch("", {}, None)
+        forward = ForwardThread(run, call.method, target, *without_modes(with_others, odd, args, kwargs), watch)
+        self._run_once(call, run, forward, watch, contexts)
+        if forward.why or forward.seen is None:
+            trial = CauseTrial("forward", SAMPLES, note=forward.why or "the tensor did not come again")
+        else:
+            trial = without_modes(trial_of, [forward.seen], "forward", SAMPLES)
+        self._trials.append(trial)
+
+    def _write(self, call: KeptCall, run: nn.Module, *inputs: Any) -> None:
         """Write the call to a file, with --capture."""
         if self._captures and call.method != "forward":
             self._capture.result = CaptureFile(refused=f"`{call.method}` ran, and a capture is of a forward")
@@ -302,7 +304,7 @@ class SecondRuns:
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
         if self._explains:
-            self._progress.recorder.append(SecondRun(where, operation, why, eagerly))
+            self._progress.recorder.append(SecondRun(where, operation, why, eagerly, self._odd, self._trials))
         if self._captures:
             file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, file))

@@ -1,0 +1,96 @@
+"""How the outputs of modules grew over the batches before an overflow, on the rank and on the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..facts.diagnosis import LocalDiagnosis
+from ..facts.facts import RunFacts
+from ..facts.kept_pages import OpenHistory
+
+_MOST_RANKS = 8
+"""Ranks whose histories are opened."""
+_MOST_BATCHES = 32
+_FACTOR = 3.0
+"""An output grows that is larger by this factor than in the batch before."""
+_MUCH = 100.0
+"""Growth in all that no ordinary training has within a few batches."""
+_ALIKE = 30.0
+"""Ranks are alike whose outputs in one batch differ by less than this factor: each has its own data."""
+_MOST_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class ModuleGrowth:
+    """The first module of a model, in the order of calls, whose outputs ran away."""
+
+    module: str
+    cls: str
+    batches: list[int]
+    """The batch before it began to grow, and those in which it grew."""
+    sizes: list[float]
+    """abs max in those."""
+    alike: list[int]
+    """Other ranks on which it was as large."""
+    unlike: list[int]
+    """Other ranks on which it was not."""
+
+    @property
+    def steps(self) -> int:
+        """In how many batches in a row it grew."""
+        return len(self.batches) - 1
+
+    @property
+    def shown(self) -> tuple[list[int], list[float]]:
+        """Batches and sizes to show: the last few."""
+        return self.batches[-_MOST_SHOWN:], self.sizes[-_MOST_SHOWN:]
+
+
+def growth_of(facts: RunFacts, first: LocalDiagnosis) -> ModuleGrowth | None:
+    """None if no module's outputs grew by a factor of 100 in batches in a row up to the batch of the diagnosis."""
+    opened = _histories(facts, first)
+    own = opened.pop(first.rank, None)
+    if own is None:
+        return None
+    for column, module in enumerate(own.modules):
+        batches, sizes = _run_of(_series(own, column, first.batch))
+        if len(sizes) < 2 or sizes[-1] < _MUCH * sizes[0] or batches[-1] < first.batch - 1:
+            continue
+        alike, unlike = [], []
+        for rank, history in opened.items():
+            theirs = _size_on(history, module.module, batches[-1])
+            if theirs is not None:
+                (alike if sizes[-1] / _ALIKE < theirs < sizes[-1] * _ALIKE else unlike).append(rank)
+        return ModuleGrowth(module.module, module.cls, batches, sizes, alike, unlike)
+    return None
+
+
+def _histories(facts: RunFacts, first: LocalDiagnosis) -> dict[int, OpenHistory]:
+    """Those of the diagnosis's root, by rank: its own, and some of others."""
+    ranks = sorted(facts.of_attempt(first.attempt), key=lambda rank: rank.rank != first.rank)[:_MOST_RANKS]
+    kept = [(rank.rank, each) for rank in ranks for each in rank.histories.values() if each.root == first.root]
+    return {rank: opened for rank, each in kept if (opened := each.open()) is not None}
+
+
+def _series(history: OpenHistory, column: int, until: int) -> list[tuple[int, float]]:
+    """(batch, abs max), where it was finite and not 0, up to and with the batch `until`."""
+    numbers = history.numbers[:, column].tolist()
+    points = [(batch, size) for batch, size in zip(history.batches, numbers, strict=True) if batch <= until]
+    return [(batch, size) for batch, size in points[-_MOST_BATCHES:] if 0 < size < math.inf]
+
+
+def _run_of(series: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """The last batches, in which it grew each time, and the one before these."""
+    start = len(series) - 1
+    while start > 0 and series[start][1] >= _FACTOR * series[start - 1][1]:
+        start -= 1
+    run = series[max(0, start) :]
+    return [batch for batch, _ in run], [size for _, size in run]
+
+
+def _size_on(history: OpenHistory, module: str, batch: int) -> float | None:
+    column = next((n for n, each in enumerate(history.modules) if each.module == module), None)
+    if column is None:
+        return None
+    return dict(_series(history, column, batch)).get(batch)
