@@ -122,6 +122,19 @@ class OptimizerStep(msgspec.Struct, frozen=True):
     settings: dict[str, float] = {}
 
 
+class OperandNumbers(msgspec.Struct, frozen=True):
+    """A tensor that went into an operation or came out of it, or a number."""
+
+    dtype: str
+    """`float32`; `number` of Python's own."""
+    shape: list[int] | None
+    """None for a number."""
+    abs_max: float | None
+    """None where it is not finite, or was not read."""
+    value: str
+    """`finite`, `nan`, `+inf`, `-inf`; "" if it was not read."""
+
+
 class GraphNode(msgspec.Struct, frozen=True):
     """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/explain/graph_users.py).
 
@@ -144,6 +157,8 @@ class GraphNode(msgspec.Struct, frozen=True):
     """For a sum or an elementwise product: the modules that returned its operands. Others are left out."""
     product: bool = False
     """It is an elementwise product of two tensors of one shape, and modules returned both."""
+    exponent: float | None = None
+    """Of a power by a number."""
     opaque: bool = False
     """It is a torch.autograd.Function, in whose forward modules may have been called."""
 
@@ -236,6 +251,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     [3, 5]`."""
     reduced: ReducedElement | None = None
     """For a gradient that was finite before it was reduced."""
+    losses: list[OperandNumbers] = []
+    """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -267,19 +284,6 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
 
 
 SECOND_RUN_S = 20.0
-
-
-class OperandNumbers(msgspec.Struct, frozen=True):
-    """A tensor that went into an operation or came out of it, or a number."""
-
-    dtype: str
-    """`float32`; `number` of Python's own."""
-    shape: list[int] | None
-    """None for a number."""
-    abs_max: float | None
-    """None where it is not finite, or was not read."""
-    value: str
-    """`finite`, `nan`, `+inf`, `-inf`; "" if it was not read."""
 
 
 NOTHING, SAMPLES = "nothing", "samples"

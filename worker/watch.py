@@ -250,7 +250,7 @@ class ModelWatch:
         return pages[-1].frames if pages else []
 
     def report(self, max_frames: int = 21) -> str:
-        """The verdict's statement and its cause, then the frames up to the first bad row: `abs min  abs max  metadata`."""
+        """The verdict's statement, its cause, and the frames up to the first bad row: `abs min  abs max  metadata`."""
         verdict = self.verdict()
         statement = "\n".join([verdict.statement, *([verdict.cause.line] if verdict.cause is not None else [])])
         for page in self.pages():

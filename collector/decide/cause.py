@@ -18,6 +18,7 @@ from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..report.model import OverflowCause
 from ..report.sentence_parts import ranks_text
+from .backward_cause import cause_of_backward
 from .growth import ModuleGrowth, growth_of
 from .operation_rules import domain_advice, is_large_in_float64, outside_domain, trial_in
 from .replicas import OddWeight, WildWeight, page_of, peers
@@ -55,6 +56,8 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_input(clues)
     if first.mask or first.turned is not None:
         return _of_mask(first)
+    if first.phase == FramePhase.BACKWARD:
+        return cause_of_backward(clues.facts, first)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.changed:
         return None
     return _of_forward(clues)
@@ -196,8 +199,8 @@ def _of_training(clues: CauseClues) -> OverflowCause | None:
         return OverflowCause(
             "step",
             _S,
-            f"{wild.name} has abs max {number_text(wild.row.abs_max)}, against {wild.against}: one step, or the script, "
-            f"has made it large{_by_optimizer(clues)}",
+            f"{wild.name} has abs max {number_text(wild.row.abs_max)}, against {wild.against}: one step, or the "
+            f"script, has made it large{_by_optimizer(clues)}",
             [
                 f"Look at what made {wild.name} large: the gradient of the step before (clip_grad_norm_), "
                 "the learning rate, a copy or a load by the script. None of these was tried."
@@ -234,8 +237,8 @@ def _one_step(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
         "step",
         _S,
         f"what {module_text(grown.module, grown.cls)} returned went from abs max {number_text(sizes[-2])} in batch "
-        f"{batches[-2]} to {number_text(sizes[-1])} in batch {batches[-1]} {where} alike: one step has made its weights "
-        f"large{_by_optimizer(clues)}",
+        f"{batches[-2]} to {number_text(sizes[-1])} in batch {batches[-1]} {where} alike: one step has made its "
+        f"weights large{_by_optimizer(clues)}",
         [
             f"Look at the step after batch {batches[-2]}: clip its gradients (clip_grad_norm_), or lower the learning "
             "rate. Neither was tried."

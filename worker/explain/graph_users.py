@@ -175,6 +175,7 @@ class _GraphUsers:
                     operands=operands,
                     product=node.name() == _PRODUCT and len(operands) == 2 and _keeps_shape(node),
                     opaque=isinstance(node, BackwardCFunction),
+                    exponent=_exponent(node),
                 )
             )
         return told
@@ -197,6 +198,11 @@ def _passes(node: Any) -> bool:
     if getattr(node, "_saved_alpha", None) != 1:  # scalars that a node keeps outlive its backward
         return False
     return _keeps_shape(node)
+
+
+def _exponent(node: Any) -> float | None:
+    number = getattr(node, "_saved_exponent", None) if node.name() == "PowBackward0" else None
+    return float(number) if isinstance(number, int | float) else None
 
 
 def _keeps_shape(node: Any) -> bool:

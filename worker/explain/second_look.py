@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule, ReducedElement
+from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OperandNumbers, OwnCodeModule, ReducedElement
 from ...core.frames import RowKind, format_number, module_text
 from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role
@@ -40,10 +40,12 @@ from ..record.roots import is_released, shards_of
 from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .graph_sources import explaining_row, shown_in, sources_later, sources_now
 from .graph_users import BadOutput, graph_users
+from .operands import numbers_of
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
 _MOST_CHANGED = 4
+_MOST_LOSSES = 4
 _MOST = 8
 _MOST_HELD = 256
 """Attributes that are measured."""
@@ -102,6 +104,7 @@ class SecondLook:
             element=element,
             update=update,
             reduced=reduced,
+            losses=without_modes(self._losses_of, bad) if of_backward else [],
         )
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
@@ -170,6 +173,12 @@ class SecondLook:
             return graph_users(graphs, BadOutput(number, shape, "[" not in role.name, maker))
         parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
+
+    def _losses_of(self, bad: NonFiniteRow) -> list[OperandNumbers]:
+        """What the tensors hold that the backward began from. Waits for a device."""
+        graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
+        found = [loss() for loss in graph.losses[:_MOST_LOSSES]] if graph is not None else []
+        return [numbers_of(loss)[0] for loss in found if loss is not None]
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.

@@ -224,7 +224,9 @@ class BackwardHooks:
                     known.calls = calls
                     break
             else:
-                leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls)))  # type: ignore[no-untyped-call]  # likewise
+                handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls)))  # type: ignore[no-untyped-call]  # likewise
+                # first: a module that returned this tensor has a hook on it, and an alarm there asks for the graph
+                put_first(handle)
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:

@@ -92,6 +92,8 @@ class AutogradGraph(NamedTuple):
     """The node whose own backward began this one: the node of a reentrant activation checkpoint."""
     kept: bool = False
     """The backward leaves it as it is, or a part of it: the script may go back through it again."""
+    losses: tuple[Callable[[], torch.Tensor | None], ...] = ()
+    """Weak references to the tensors that the backward has begun from."""
 
 
 _ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
@@ -113,15 +115,16 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         outputs = engine.f_locals.get("t_outputs", ())
         # _engine_run_backward(t_outputs, *args) of torch/autograd/graph.py: its locals are the only place that has the
         # roots
-        roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
+        losses = [each for each in outputs if getattr(each, "grad_fn", None) is not None]
         around = outwards(engine, _runs_a_backward)
         within = around.f_locals["ctx"] if around is not None else None
         # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
         kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
-        return AutogradGraph(roots, calls, within, kept) if roots else None
+        roots, refs = tuple(each.grad_fn for each in losses), tuple(map(weakref.ref, losses))
+        return AutogradGraph(roots, calls, within, kept, refs) if roots else None
     finally:
         del frames  # this one is among them, and would keep what they hold
-        engine = around = None
+        engine = around = outputs = losses = None
 
 
 def _runs_a_backward(frame: FrameType) -> bool:
