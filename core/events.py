@@ -200,6 +200,25 @@ class ReducedElement(msgspec.Struct, frozen=True):
     """What this rank had there before the sum; None: not known (`--explain N` keeps large numbers)."""
 
 
+class ScriptTensor(msgspec.Struct, frozen=True):
+    """A tensor in a local variable of the script, and the line that assigned it last, as far as its source tells."""
+
+    name: str
+    function: str
+    """`Trainer.step`; `<module>` outside of functions."""
+    file: str
+    line: int
+    """0: unknown."""
+    code: str
+    uses: list[str]
+    """Names on the right side of that line."""
+    ops: list[str]
+    """Functions, methods and operators there: `std`, `div`."""
+    numbers: OperandNumbers
+    nodes: list[str] = []
+    """Operations in its graph that were handed numbers outside of their domain: `DivBackward0`."""
+
+
 class LookedAgain(msgspec.Struct, frozen=True):
     """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
 
@@ -253,6 +272,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """For a gradient that was finite before it was reduced."""
     losses: list[OperandNumbers] = []
     """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
+    script: list[ScriptTensor] = []
+    """Where one of `losses` is not finite: the tensors in the script's variables, bad ones first."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -587,12 +608,16 @@ class ScriptError(RankEvent, frozen=True, tag="script_error"):
     module: str | None = None
     peer_failure: bool = False
     """The exception says only that another rank is gone."""
+    tensors: list[ScriptTensor] = []
+    """Those in the script's variables, bad ones first, if the message speaks of nan and one of them is not finite."""
 
 
 class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
     """The user's script ended or called sys.exit."""
 
     code: int
+    tensors: list[ScriptTensor] = []
+    """As in ScriptError; [] for code 0."""
 
 
 class LeftGroup(RankEvent, frozen=True, tag="left_group"):

@@ -12,7 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import OwnFault, RankInventoryEvent, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
+from ..core.errors import OverflowDetected
+from ..core.events import (
+    OwnFault,
+    RankInventoryEvent,
+    ReplacedFunctions,
+    RunPosition,
+    ScriptError,
+    ScriptExit,
+    ScriptTensor,
+)
 from ..core.guest.own_imports import own_imports
 from ..core.identity import is_from_peer_failure
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
@@ -151,7 +160,7 @@ class WorkerSession:
         """The script has ended with this exception."""
         if not self.is_ours:
             return
-        self.settle(failed=True)
+        arrived = self.settle(failed=True)
         text = "".join(traceback.format_exception(error))
         hooks = self.hooks
         try:
@@ -168,6 +177,7 @@ class WorkerSession:
                 text[-_TRACEBACK_CHARACTERS:],
                 hooks.raised_in(error) if hooks is not None else None,
                 is_from_peer_failure(error),
+                self._tensors_of(error, message) if arrived else [],
             )
         )
         self.enter(RankPhase.RAISED)
@@ -176,9 +186,24 @@ class WorkerSession:
         """The script has ended, or has called sys.exit."""
         if not self.is_ours:
             return
-        self.settle()
-        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
+        arrived, stop = self.settle(), sys.exc_info()[1]
+        tensors = self._tensors_of(stop) if arrived and code and isinstance(stop, SystemExit) else []
+        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1)), tensors))
         self.enter(RankPhase.FINISHED)
+
+    def _tensors_of(self, error: BaseException, message: str | None = None) -> list[ScriptTensor]:
+        """The bad tensors in the script's variables, where it has ended because of one. A device must be at rest.
+
+        `message`: that of an exception, which must speak of nan; None: sys.exit says nothing.
+        """
+        if "torch" not in sys.modules:
+            return []
+        with suppress_own(Exception):
+            from .explain.script_tensors import frames_of, script_tensors, speaks_of_nan
+
+            if not isinstance(error, OverflowDetected) and (message is None or speaks_of_nan(message)):
+                return script_tensors(frames_of(error.__traceback__))
+        return []
 
     def goes_on_as_another_program(self) -> Undo:
         """The script calls os.exec. Returns what undoes this, as that may fail. Never raises."""

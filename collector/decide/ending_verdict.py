@@ -13,6 +13,7 @@ from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
+from .script_cause import cause_of_crash
 from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
 _FATAL_TEXT = {
@@ -284,6 +285,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
         hint = "Look at what this rank printed last in the job's output, and for sys.exit or os._exit in the script."
+    cause = cause_of_crash(first)
     return Verdict(
         VerdictKind.CRASH,
         statement,
@@ -292,7 +294,8 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         **when_of(where),
         module=error.module if error is not None else None,
         evidence=evidence + _later_lines(endings),
-        next=[hint],
+        next=cause.next if cause is not None else [hint],
+        cause=cause,
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
     )
 

@@ -20,7 +20,16 @@ import msgspec
 import torch
 from torch import nn
 
-from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OperandNumbers, OwnCodeModule, ReducedElement
+from ...core.events import (
+    BadWeight,
+    GraphNode,
+    HeldValue,
+    LookedAgain,
+    OperandNumbers,
+    OwnCodeModule,
+    ReducedElement,
+    ScriptTensor,
+)
 from ...core.frames import RowKind, format_number, module_text
 from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role
@@ -32,6 +41,7 @@ from ..hooks.call_frames import CallFrames
 from ..hooks.grad_scaler import GradScalerHooks
 from ..hooks.module_calls import ModuleCalls
 from ..hooks.optimizer_steps import OptimizerSteps
+from ..record.autograd_graph import running_engine
 from ..record.bad_elements import KeptSummands, pattern_of
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
@@ -41,6 +51,7 @@ from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .graph_sources import explaining_row, shown_in, sources_later, sources_now
 from .graph_users import BadOutput, graph_users
 from .operands import numbers_of
+from .script_tensors import running_frames, script_tensors
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
@@ -86,6 +97,7 @@ class SecondLook:
         of_backward = bad.frame.phase in ("backward", "collective")
         parameter = self._parameter_of(bad)
         element, update, reduced = without_modes(self._elements_of, bad, parameter)
+        losses = without_modes(self._losses_of, bad) if of_backward else []
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -104,7 +116,8 @@ class SecondLook:
             element=element,
             update=update,
             reduced=reduced,
-            losses=without_modes(self._losses_of, bad) if of_backward else [],
+            losses=losses,
+            script=self._script_of(losses),
         )
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
@@ -179,6 +192,13 @@ class SecondLook:
         graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
         found = [loss() for loss in graph.losses[:_MOST_LOSSES]] if graph is not None else []
         return [numbers_of(loss)[0] for loss in found if loss is not None]
+
+    def _script_of(self, losses: list[OperandNumbers]) -> list[ScriptTensor]:
+        """The script's variables, if the backward that is running began from a bad loss."""
+        if all(loss.value in ("finite", "") for loss in losses):
+            return []
+        engine = running_engine()
+        return script_tensors(running_frames(engine)) if engine is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.

@@ -100,16 +100,24 @@ _ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
 """The function of torch that every backward runs in."""
 
 
-def running_graph(calls: GraphCalls) -> AutogradGraph | None:
-    """The graph of the backward that is running; None if it is not known.
+def running_engine() -> FrameType | None:
+    """The frame in which torch runs the backward that is running; None if there is none.
 
     On a device, hooks run in a thread of autograd's own, while the thread that has called it waits.
     """
     # this thread first: with nodes on the host it is the one that called `backward`
     frames = [sys._getframe(), *sys._current_frames().values()]
+    code = getattr(_ENGINE, "__code__", None)
     try:
-        code = getattr(_ENGINE, "__code__", None)
-        engine = next(filter(None, (outwards(frame, lambda frame: frame.f_code is code) for frame in frames)), None)
+        return next(filter(None, (outwards(frame, lambda frame: frame.f_code is code) for frame in frames)), None)
+    finally:
+        del frames  # this one is among them, and would keep what they hold
+
+
+def running_graph(calls: GraphCalls) -> AutogradGraph | None:
+    """The graph of the backward that is running; None if it is not known."""
+    engine = running_engine()
+    try:
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
@@ -123,7 +131,6 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         roots, refs = tuple(each.grad_fn for each in losses), tuple(map(weakref.ref, losses))
         return AutogradGraph(roots, calls, within, kept, refs) if roots else None
     finally:
-        del frames  # this one is among them, and would keep what they hold
         engine = around = outputs = losses = None
 
 

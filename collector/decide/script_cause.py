@@ -1,0 +1,117 @@
+"""The cause where no module made a non-finite value: the script's own variables, and their lines. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from ...core.events import ScriptTensor
+from ...core.values import DTYPE_MAX
+from ...core.verdicts import Certainty
+from ..facts.diagnosis import number_text
+from ..facts.facts import RankFacts
+from ..report.model import OverflowCause
+from .derivative_rules import derivative_cause, operation_of_node
+from .operation_rules import OPERATION_RULES
+
+_MOST_TOLD = 3
+_OF_16_BITS = ("float16", "bfloat16")
+_OF_FEW = ("std", "var", "std_mean", "var_mean")
+"""Not finite for fewer than two elements."""
+_OF_NONE = ("mean", "nanmean", "median")
+"""Not finite for no element."""
+_NODE_TEXT = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
+
+
+def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> OverflowCause | None:
+    """The variable that became bad first, as far as the lines tell; None if none is bad.
+
+    `lead`: what is known beside it, a clause that ends in a semicolon.
+    """
+    bad = [each for each in tensors if _is_bad(each)]
+    if not bad:
+        return None
+    first = _first_made(bad)
+    others = [f"`{each.name}`" for each in bad if each.name != first.name][:_MOST_TOLD]
+    handed = [each for each in tensors if each.name in first.uses and each.function == first.function]
+    finite = [each for each in handed if each.numbers.value == "finite"][:_MOST_TOLD]
+    sizes = [_size_text(each) for each in finite]
+    also = [f"so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"] if others else []
+    function = f" of `{first.function}`" if first.function != "<module>" else ""
+    place = f" ({_place(first)}: `{first.code}`)" if first.line else ""
+    behind = [f"`{name}`" for node in first.nodes if (name := operation_of_node(node))]
+    if behind:
+        also.append(
+            f"{' and '.join(behind)} in its graph {'was' if len(behind) == 1 else 'were'} handed "
+            "numbers outside of the domain"
+        )
+    said = "; ".join([f"variable `{first.name}`{function} is {first.numbers.value}{place}", *also, *sizes])
+    kind, steps = _kind_and_steps(first, handed)
+    return OverflowCause(kind, Certainty.SUPPORTED, f"{lead}{said}", steps)
+
+
+def _place(tensor: ScriptTensor) -> str:
+    return f"{PurePath(tensor.file).name}:{tensor.line}"
+
+
+def _size_text(tensor: ScriptTensor) -> str:
+    size = tensor.numbers.abs_max
+    return f"`{tensor.name}` is all zero" if size == 0 else f"`{tensor.name}` has abs max {number_text(size)}"
+
+
+def _kind_and_steps(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> tuple[str, list[str]]:
+    is_nan, dtype = first.numbers.value == "nan", first.numbers.dtype
+    behind = [name for node in first.nodes if (name := operation_of_node(node)) in OPERATION_RULES]
+    names, where = behind or _suspects(first, handed), "In its graph" if behind else "In that line"
+    steps = []
+    for name in names:
+        rule = OPERATION_RULES[name]
+        words = " or ".join(filter(None, (rule.nan, rule.inf))) if is_nan else rule.inf
+        steps.append(f"{where} look at `{name}` ({words}): {rule.mend}. Not tried.")
+    if names:
+        return ("domain" if len(names) == 1 else "script"), steps
+    if not is_nan and dtype in _OF_16_BITS:
+        limit = f"{dtype} holds at most {DTYPE_MAX[dtype]:g}"
+        return "precision", [f"{limit}: compute that line in float32. Not tried."]
+    at = f" at {_place(first)}" if first.line else ""
+    return "script", [f"Look at what computes `{first.name}`{at}."]
+
+
+def _suspects(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> list[str]:
+    """The operations of the line that can have made the value, those that its shapes point at alone."""
+    is_nan = first.numbers.value == "nan"
+    known = [name for name in first.ops if name in OPERATION_RULES]
+    able = [name for name in known if (OPERATION_RULES[name].nan if is_nan else OPERATION_RULES[name].inf)]
+    sizes = [math.prod(each.numbers.shape or ()) for each in (first, *handed)]
+    of_few = [name for name in able if name in _OF_FEW and min(sizes) <= 1]
+    of_none = [name for name in able if name in _OF_NONE and min(sizes) == 0]
+    if of_few or of_none:
+        return of_few or of_none
+    return [name for name in able if name not in (*_OF_FEW, *_OF_NONE)]
+
+
+def _is_bad(tensor: ScriptTensor) -> bool:
+    return tensor.numbers.value not in ("finite", "-inf", "")
+
+
+def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor:
+    """One of the innermost function that assigns some, whose line uses no other bad variable; of several the one
+    assigned first."""
+    function = next((each.function for each in bad if each.line), bad[0].function)
+    inner = [each for each in bad if each.function == function]
+    names = {each.name for each in inner}
+    makers = [each for each in inner if not (names - {each.name}) & set(each.uses)] or inner
+    return min(makers, key=lambda each: each.line or 1 << 30)
+
+
+def cause_of_crash(rank: RankFacts) -> OverflowCause | None:
+    """The cause of an exception that speaks of nan, or of sys.exit while a variable of the script is nan."""
+    error = rank.error
+    if error is not None:
+        node = _NODE_TEXT.search(error.message)
+        if node is not None:
+            return derivative_cause(node[1])
+        return cause_in_script(error.tensors)
+    return cause_in_script(rank.script_exit.tensors) if rank.script_exit is not None else None
