@@ -29,6 +29,8 @@ _OUT_OF_LINE = 30.0
 _DIVERGED = 2
 """Batches in a row in which outputs grow, for a training that diverges. One alone is one step."""
 _OF_16_BITS = ("float16", "bfloat16")
+_OF_ROWS = ("softmax", "log_softmax", "logsumexp", "safe_softmax")
+_OPEN = "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_copy(clues.odd)
     if first.phase == FramePhase.INPUT:
         return _of_input(clues)
+    domain = outside_domain(clues.operation) if clues.operation is not None else ""
+    if clues.operation is not None and domain and first.turned is not None and not first.mask:
+        return _of_domain(clues, clues.operation, domain)  # -inf that an operation made is not a mask's
     if first.mask or first.turned is not None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
@@ -93,7 +98,7 @@ def _of_mask(first: LocalDiagnosis) -> OverflowCause:
         "mask",
         _E if first.mask else _S,
         first.mask or turned,
-        ["A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."],
+        [_OPEN],
     )
 
 
@@ -107,6 +112,8 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     alone = trial_in(operation, NOTHING)
     if alone is not None and alone.value == "finite":
         return _unrepeatable(operation.op, [alone])
+    if _is_of_closed_rows(operation):
+        return _of_closed_rows(operation)
     domain = outside_domain(operation)
     if domain and not is_large_in_float64(operation):
         return _of_domain(clues, operation, domain)
@@ -117,6 +124,21 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain:
         return _of_domain(clues, operation, domain)
     return _of_precision(clues, operation)
+
+
+def _is_of_closed_rows(operation: BadOperation) -> bool:
+    """Whether a softmax made nan of -inf alone: the maximum of a row is subtracted from it, and that was -inf."""
+    handed = {each.value for each in operation.inputs} - {"finite", ""}
+    return operation.output.value == "nan" and handed == {"-inf"} and _name(operation).strip("`") in _OF_ROWS
+
+
+def _of_closed_rows(operation: BadOperation) -> OverflowCause:
+    return OverflowCause(
+        "mask",
+        _E,
+        f"{_name(operation)} was handed rows that are -inf throughout, and made nan of them: {operation.element}",
+        [_OPEN],
+    )
 
 
 def _trial(trials: list[CauseTrial], changed: str) -> CauseTrial | None:
@@ -333,7 +355,9 @@ def _of_input(clues: CauseClues) -> OverflowCause | None:
 
 def _of_domain(clues: CauseClues, operation: BadOperation, words: str) -> OverflowCause:
     in_float64 = trial_in(operation, "float64")
-    tried = f"; tried: in float64 it is {in_float64.value}, too" if in_float64 is not None else ""
+    tried = ""
+    if in_float64 is not None and in_float64.value != "finite":
+        tried = f": no dtype mends that; tried: in float64 it is {in_float64.value}, too"
     first = ""
     if operation.handed:
         first = f" (first element: {', '.join(f'{number:.4g}' for number in operation.handed)} in)"
@@ -343,7 +367,7 @@ def _of_domain(clues: CauseClues, operation: BadOperation, words: str) -> Overfl
     return OverflowCause(
         "domain",
         _E if in_float64 is not None or operation.handed else _S,
-        f"{_name(operation)} was asked for {words}{first}: no dtype mends that{tried}{sample}",
+        f"{_name(operation)} was asked for {words}{first}{tried}{sample}",
         [advice] if advice else [],
         [in_float64] if in_float64 is not None else [],
         odd if sample else None,

@@ -57,7 +57,8 @@ def growth_of(facts: RunFacts, first: LocalDiagnosis) -> ModuleGrowth | None:
         batches, sizes = _run_of(_series(own, column, first.batch))
         if len(sizes) < 2 or sizes[-1] < _MUCH * sizes[0] or batches[-1] < first.batch - 1:
             continue
-        alike, unlike = [], []
+        alike: list[int] = []
+        unlike: list[int] = []
         for rank, history in opened.items():
             theirs = _size_on(history, module.module, batches[-1])
             if theirs is not None:

@@ -96,7 +96,7 @@ OPERATION_RULES = {
     "segment_reduce": OperationRule("a mean over nothing", mend=_NOTHING),
 }
 """By the name of the operation, without its namespace, its overload and the `_` of one in place."""
-_GROWS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_erfcx", "i0", "special_i1", "prod", "cumprod", "pow")
+_GROWS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_erfcx", "i0", "special_i1", "prod", "cumprod")
 """Operations whose inf may be a number that is too large for float64 as well."""
 
 
@@ -123,21 +123,20 @@ def outside_domain(operation: BadOperation) -> str:
     if any(dtype.startswith("complex") for dtype in dtypes):
         return ""
     rule, in_float64 = operation_rule(operation), trial_in(operation, "float64")
+    words = rule.nan if operation.output.value == "nan" else rule.inf
+    if words == _BY_ZERO and (in_float64 is None or in_float64.value == "finite"):
+        return _division(operation)
     if in_float64 is not None and in_float64.value == "finite":
         return ""
-    is_nan = operation.output.value == "nan"
-    words = rule.nan if is_nan else rule.inf
-    if words == _BY_ZERO and in_float64 is None:
-        words = _division(operation)
-    return words
+    # another power that is inf is only too large
+    is_of_zero = operation.handed[:1] == [0.0] or words != OPERATION_RULES["pow"].inf
+    return words if is_of_zero else ""
 
 
 def is_large_in_float64(operation: BadOperation) -> bool:
     """Whether its result may be a number beyond float64, too."""
     name = operation.op.removeprefix("aten.").partition(".")[0].rstrip("_")
-    if operation.output.value == "nan" or name not in _GROWS:
-        return False
-    return not (name == "pow" and operation.handed[:1] == [0.0])
+    return operation.output.value != "nan" and name in _GROWS
 
 
 def domain_advice(operation: BadOperation) -> str:

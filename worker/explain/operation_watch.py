@@ -160,7 +160,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         for leaf in written:
             self._keep(leaf, name)
         operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if has_numbers(leaf)}
-        copied = [leaf for leaf in written if self.tries and leaf.nbytes <= MOST_BYTES and not is_foreign(leaf)]
+        copied = [leaf for leaf in written if self.tries and leaf.nbytes <= MOST_BYTES and not is_foreign(type(leaf))]
         copies = {id(leaf): leaf.detach().clone() for leaf in copied}
         return _HandedOperands(given, written, before, operands, copies)
 

@@ -56,9 +56,9 @@ def _is_outside(node: Any, name: str) -> bool:
         if name in _OPERANDS:
             what, is_bad = _OPERANDS[name]
             saved = getattr(node, f"_saved_{what}", None)
-            return _is_read(saved) and bool(is_bad(saved).any())
+            return saved is not None and _is_read(saved) and bool(is_bad(saved).any())
         given, result = getattr(node, "_saved_self", None), getattr(node, "_saved_result", None)
-        if _is_read(result) and _is_read(given):
+        if given is not None and result is not None and _is_read(result) and _is_read(given):
             return bool(given.isfinite().all()) and not bool(result.isfinite().all())
     return False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from linecache import getline, getlines
@@ -86,7 +85,7 @@ def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
             if numbers.value:
                 nodes = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
                 at = _assigned(frame, name, line)
-                function = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+                function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
                 found.append(ScriptTensor(name, function, frame.f_code.co_filename, *at, numbers, nodes))
     bad = [each for each in found if each.numbers.value not in ("finite", "-inf")]
     return [*bad, *(each for each in found if each not in bad)][:_MOST_KEPT] if bad else []
@@ -106,11 +105,11 @@ def _tensors_in(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
 class AssignedLine(NamedTuple):
     """Where a variable was assigned last, as far as its source tells. Line 0: unknown."""
 
-    line: int = 0
-    code: str = ""
-    uses: tuple[str, ...] = ()
+    line: int
+    code: str
+    uses: list[str]
     """Names on its right side."""
-    ops: tuple[str, ...] = ()
+    ops: list[str]
     """Functions, methods and operators there: `std`, `div`."""
 
 
@@ -119,20 +118,20 @@ def _assigned(frame: FrameType, name: str, line: int) -> AssignedLine:
     file = frame.f_code.co_filename
     tree = _parsed(file)
     if tree is None:
-        return AssignedLine()
+        return AssignedLine(0, "", [], [])
     begin = frame.f_code.co_firstlineno
     functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     of_module = frame.f_code.co_name == "<module>"
     function = tree if of_module else next((each for each in functions if _first_line(each) == begin), None)
     if function is None:
-        return AssignedLine()
+        return AssignedLine(0, "", [], [])
     places = sorted(((each.lineno, value) for each, value in _assignments(function, name)), key=lambda each: each[0])
     above = [each for each in places if each[0] <= line] or places
     if not above:
-        return AssignedLine()
+        return AssignedLine(0, "", [], [])
     at, value = above[-1]
-    names = tuple(dict.fromkeys(each.id for each in ast.walk(value) if isinstance(each, ast.Name)))
-    return AssignedLine(at, getline(file, at).strip(), names, tuple(dict.fromkeys(_operations(value))))
+    names = list(dict.fromkeys(each.id for each in ast.walk(value) if isinstance(each, ast.Name)))
+    return AssignedLine(at, getline(file, at).strip(), names, list(dict.fromkeys(_operations(value))))
 
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -116,7 +116,7 @@ def running_engine() -> FrameType | None:
 
 def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """The graph of the backward that is running; None if it is not known."""
-    engine = running_engine()
+    engine, losses = running_engine(), []
     try:
         if engine is None:
             return None
@@ -131,7 +131,8 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         roots, refs = tuple(each.grad_fn for each in losses), tuple(map(weakref.ref, losses))
         return AutogradGraph(roots, calls, within, kept, refs) if roots else None
     finally:
-        engine = around = outputs = losses = None
+        engine = around = outputs = None
+        losses = []
 
 
 def _runs_a_backward(frame: FrameType) -> bool:

@@ -47,7 +47,7 @@ def test_where_nothing_is_found_the_growth_of_numbers_is(make):
 def test_a_run_that_has_trained_past_it_is_not_told_how(make):
     assert judged(make).next[-1].endswith("to keep training past it: --on-overflow continue.")
     went_on = judged(make, later=make.finished(0, batch=9))
-    assert went_on.next[-1] == "To see whole batches: gpuwatch launch --trace-batches N,N."
+    assert went_on.next[-1] == "To see whole batches: gpuwatch launch --trace-batches 2,3."
 
 
 def test_what_is_watched_already_is_not_advised(make):

@@ -1,0 +1,29 @@
+"""The cause that a verdict names, against trainings whose cause is known."""
+
+from __future__ import annotations
+
+import contextlib
+
+import gpuwatch
+import pytest
+import torch
+
+from .scripts import CAUSES, KnownCause
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("known", CAUSES, ids=[known.name.replace(" ", "-") for known in CAUSES])
+def test_a_cause_is_named(known: KnownCause):
+    torch.manual_seed(0)
+    watch = gpuwatch.watch()
+    with contextlib.suppress(gpuwatch.OverflowDetected):
+        known.train()
+    verdict = watch.verdict()
+    watch.remove()
+    assert verdict.kind == "overflow", verdict.statement
+    cause = verdict.cause
+    assert (cause.kind if cause is not None else "") == known.kind, (verdict.statement, cause)
+    if cause is not None:
+        assert known.says in cause.statement
+        assert known.advises in verdict.next[0]
+        assert not any("learning rate that is too high" in step for step in verdict.next)
