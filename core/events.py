@@ -485,6 +485,8 @@ class BatchInputs(RankEvent, frozen=True, tag="batch_inputs"):
     """What the model was handed in the batch of a rank's first alarm: role -> digest (worker/record/names.py)."""
 
     digests: dict[str, str]
+    bad: dict[str, str] = {}
+    """Role -> which elements are nan or +inf, in words (worker/record/bad_elements.py)."""
 
 
 class PassedTensor(RankEvent, frozen=True, tag="passed"):

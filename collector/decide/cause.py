@@ -69,9 +69,9 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
 
 
 def _of_copy(odd: OddWeight) -> OverflowCause:
-    mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
+    mine = "is not finite" if not odd.row.finite else f"has abs max {number_text(odd.row.abs_max)}"
     theirs = f"abs max {number_text(odd.others.abs_max)}"
-    statement = f"this rank's copy of the weight has {mine}, that of {ranks_text(odd.ranks)} {theirs}"
+    statement = f"{odd.row.role} of this rank's copy {mine}, that of {ranks_text(odd.ranks)} has {theirs}"
     return OverflowCause("replica", _E, statement, _steps_for_copy(odd))
 
 
@@ -118,7 +118,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain and not is_large_in_float64(operation):
         return _of_domain(clues, operation, domain)
     # the result is too large a number: its operands are
-    large = _of_samples(clues) or _of_training(clues) or _of_start(clues) or _of_batch(clues)
+    large = _of_samples(clues, operation) or _of_training(clues) or _of_start(clues) or _of_batch(clues)
     if large is not None:
         return large
     if domain:
@@ -179,11 +179,11 @@ def _odd_text(odd: OddSamples, rank: int) -> str:
         "zero": f"{'is' if one else 'are'} all zero",
         "constant": f"{'is' if one else 'are'} constant ({number_text(odd.abs_max)})",
     }[odd.how]
-    others = f"the others {number_text(odd.lowest)} to {number_text(odd.highest)}"
+    others = f"the others at most {number_text(odd.highest)}"
     return f"{_samples_text(odd)} of this batch of rank {rank} {how} {where}, {others}"
 
 
-def _of_samples(clues: CauseClues) -> OverflowCause | None:
+def _of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | None:
     """One sample is far larger than all others, and without it the same forward is finite."""
     ran = clues.ran
     odd = ran.samples if ran is not None else None
@@ -191,6 +191,7 @@ def _of_samples(clues: CauseClues) -> OverflowCause | None:
     if odd is None or odd.how != "large" or tried is None or tried.value != "finite":
         return None
     it = "it" if len(odd.indices) == 1 else "them"
+    also, advice = _of_precision(clues, operation), domain_advice(operation)
     finite = f"tried: with {it} replaced by another sample of the batch, the same forward is finite"
     return OverflowCause(
         "data",
@@ -198,9 +199,13 @@ def _of_samples(clues: CauseClues) -> OverflowCause | None:
         f"{_odd_text(odd, clues.first.rank)}; {finite} (abs max {number_text(tried.abs_max)})",
         [
             f"Look at {_samples_text(odd)} of that batch: leave {it} out, or clip or normalise what the data set "
-            "returns. Skipping it was tried (see the cause); clipping was not."
+            f"returns. Leaving {it} out was tried (see the cause); clipping was not.",
+            *(
+                f"Or: {step[0].lower()}{step[1:]}"
+                for step in [*(also.next if also is not None else []), *filter(None, [advice])]
+            ),
         ],
-        [tried],
+        [tried, *(also.trials if also is not None else [])],
         odd,
     )
 
@@ -342,10 +347,15 @@ def _of_input(clues: CauseClues) -> OverflowCause | None:
     first = clues.first
     if first.passed:
         return None
+    rank = clues.facts.one(first.attempt, first.rank)
+    patterns = next((each.bad for each in rank.batch_inputs if each.where.batch == first.batch), {})
+    others = [other for other in peers(clues.facts, first).values() if other.batch == first.batch]
+    finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
+    pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
     return OverflowCause(
         "data",
         _S,
-        f"{first.role} of {first.place} held {first.value} on rank {first.rank} as the model was handed it",
+        f"the batch itself: {first.role} held {first.value}{pattern} as the model was handed it{finite}",
         ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
     )
 

@@ -37,6 +37,7 @@ from .overflow_words import (
 )
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
+from .unlike_ranks import unlike_tensor
 from .words import between_text, cascade_of, step_for_compiled, whose
 
 _TIERS = (
@@ -205,12 +206,13 @@ def _named(
     operation = operation_of(first, ran)
     clues = clues_of(facts, first, odd, large[0] if large is not None else "")
     cause = cause_of(CauseClues(facts, first, blamed, clues.wild, large, ran, operation))
-    clues = replace(clues, cause=cause)
+    clues = replace(clues, cause=cause, operation=operation)
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
-    evidence[1:1] = operation_lines(ran, operation)
+    unlike = unlike_tensor(facts, first) if first.is_origin else None
+    evidence[1:1] = [*operation_lines(ran, operation), *([unlike.line] if unlike is not None else [])]
     return overflow_at(
         first,
         **whose(facts, rank),

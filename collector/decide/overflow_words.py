@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any
 
 from ...core.bad_values import NAMED_BY_SCRIPT
@@ -266,6 +267,8 @@ class AdviceClues:
     went_on: bool = False
     """The script has ended well after it."""
     cause: OverflowCause | None = None
+    operation: BadOperation | None = None
+    """The one that made it."""
 
 
 def clues_of(
@@ -370,11 +373,22 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return _NO_STEP + f"look at the initialisation of {what}."
+    if clues.operation is not None:
+        return _step_for_operands(clues.operation)
     before = (
         "Look at abs max in the batches before it: growth over many means a learning rate that is too high, a jump "
         "means the data of this one."
     )
     return before if first.from_page else ""
+
+
+def _step_for_operands(operation: BadOperation) -> str:
+    """What is known of an operation that made it, where the cause is not."""
+    sizes = [number_text(each.abs_max) for each in operation.inputs if each.abs_max is not None]
+    *rest, last = sizes or ["unknown"]
+    listed = f"{', '.join(rest)} and {last}" if rest else last
+    at = f" at {PurePath(operation.file).name}:{operation.line}" if operation.file else ""
+    return f"Look at what makes the operands of that operation{at} so large: abs max {listed}."
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

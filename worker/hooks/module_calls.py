@@ -25,6 +25,7 @@ from ..answers import look_at_stack_file
 from ..compile import attach as traced
 from ..device.device import without_modes
 from ..record.autograd_graph import GraphCalls, next_node
+from ..record.bad_elements import bad_inputs
 from ..record.collectives import issued
 from ..record.names import batch_digest, class_of, inputs_of
 from ..record.root_tensors import RootTensors
@@ -400,6 +401,7 @@ class ModuleCalls:
     def _record_inputs(self, page: OpenPage | None, args: Any, kwargs: Any) -> None:
         """Record digests of the model's inputs if this forward had the first bad value."""
         if page is not None and page.number == self._judging.first_alarmed:
-            digests = without_modes(batch_digest, inputs_of(args, kwargs))
+            handed = inputs_of(args, kwargs)
+            digests, bad = without_modes(batch_digest, handed), without_modes(bad_inputs, handed)
             if digests:
-                self._recorder.append(BatchInputs(self._running.where(), digests))
+                self._recorder.append(BatchInputs(self._running.where(), digests, bad))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,16 @@ def pattern_of(tensor: torch.Tensor) -> str:
         return ""
     of_shard = " of this rank's shard" if local_part(tensor) is not tensor else ""
     return f"{_words(bad, total, count)}{of_shard}"
+
+
+def bad_inputs(arguments: list[tuple[str, Any]]) -> dict[str, str]:
+    """Role -> `pattern_of`, of the arguments that hold nan or inf and are tensors in host memory."""
+    found: dict[str, str] = {}
+    for role, leaf in arguments:
+        is_read = type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.is_floating_point()
+        if is_read and leaf.nbytes <= _MOST_BYTES and (pattern := pattern_of(leaf)):
+            found[role] = pattern
+    return found
 
 
 def _words(bad: torch.Tensor, total: int, count: int) -> str:

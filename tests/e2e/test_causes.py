@@ -1,0 +1,26 @@
+"""Causes that need a whole launch: the batches before, and how a script ended."""
+
+from __future__ import annotations
+
+
+def test_a_training_that_diverges_is_named_with_its_optimizer(bench):
+    run = bench.launch("diverging.py", "--preflight", "off")
+    assert run.code == 4
+    cause = run.verdict["cause"]
+    assert (cause["kind"], cause["certainty"]) == ("divergence", "supported"), run.verdict
+    assert "on ranks 0 and 1" in cause["statement"]
+    assert "`enter` (Linear)" in cause["statement"]
+    assert cause["statement"].endswith("with SGD at learning rate 7")
+    assert run.verdict["next"][0].startswith("Lower the learning rate (7)")
+    assert f"Cause, supported: {cause['statement']}" in " ".join((run.stdout + run.stderr).split())
+
+
+def test_sys_exit_because_of_nan_names_the_variable_and_its_line(bench):
+    run = bench.launch("stops_at_nan.py", "--preflight", "off")
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (1, "crash", 1)
+    cause = run.verdict["cause"]
+    assert cause["kind"] == "domain", run.verdict
+    assert "variable `loss` of `main` is nan" in cause["statement"]
+    assert "`loss = masked(net(torch.randn(4, 8)), mask)`" in cause["statement"]
+    assert "`mask` is all zero" in cause["statement"]
+    assert "`div`" in run.verdict["next"][0]
