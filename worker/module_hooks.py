@@ -159,10 +159,9 @@ class ModuleHooks:
             trace = trace.tb_next
         return self._roots.name_of(module) if module is not None else None
 
-    def read_states(self) -> None:
+    def read_the_rest(self) -> None:
         """Read weights and states that no hook has read since the last batch. Waits for nothing, and raises nothing."""
-        self._steps.read_states()
-        self._steps.read_changed_weights()
+        self._steps.read_the_rest()
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""

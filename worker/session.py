@@ -139,7 +139,7 @@ class WorkerSession:
         try:
             self._record_replaced()
             if not failed:  # of a device it may be what has failed
-                hooks.read_states()
+                hooks.read_the_rest()
             return wait_for_device(hooks.settle)
         except Exception as error:
             if from_outside(error):

@@ -7,8 +7,8 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -277,6 +277,18 @@ class RecorderWriter:
         fields = self.fields
         fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = page.batch, page.root, page.number
         fields[HeadField.MOVED_NS] = time.monotonic_ns()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it other pages may be written. Then the page goes on that was written before, or none."""
+        before = self.page
+        try:
+            yield
+        finally:
+            if before is None:
+                self.pause_page()
+            else:
+                self.resume_page(before)
 
     def end_page(self, page: OpenPage) -> None:
         """The batch has ended: nothing more is expected in its page."""

@@ -255,40 +255,32 @@ class OptimizerHooks:
             for page, info, parameters in self._with_pages(grouped):
                 self.steps.put_low_precision(optimizer, page, info, parameters)
 
-    def read_states(self) -> None:
-        """Read the states of low precision after the last step so far. Waits for no device, and raises nothing."""
-        states, recorder = self.steps.states, self._recorder
-        with self._after_faults, self._progress.lock:
-            if self._rows.is_capturing:
-                return
-            current = recorder.page
-            for optimizer in states.unread():
-                without_modes(self._record_states, optimizer, by_module(self._roots, optimizer))
-            self._rows.flush()
-            if current is None:
-                recorder.pause_page()
-            else:
-                recorder.resume_page(current)
-            for name, steps in states.take_gone():
-                recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
-
-    def read_changed_weights(self) -> None:
-        """Read the weights that have changed since they were last read. Waits for no device, and raises nothing.
+    def read_the_rest(self) -> None:
+        """Read the weights and the states that no hook has read so far. Waits for no device, and raises nothing.
 
         No forward follows the last batch. A step that torch.compile made a graph of calls no hook, and neither does a
         script that changes its weights itself: what these leave behind would be read by nobody.
         """
+        if self._rows.is_capturing:
+            return
+        for read in (self._record_unread_states, self._record_changed_weights):
+            with self._after_faults, self._progress.lock:
+                with self._recorder.aside():
+                    without_modes(read)
+                    self._rows.flush()
         with self._after_faults, self._progress.lock:
-            if self._weights and not self._rows.is_capturing:
-                current = self._recorder.page
-                without_modes(self._record_changed_weights)
-                self._rows.flush()
-                if current is None:
-                    self._recorder.pause_page()
-                else:
-                    self._recorder.resume_page(current)
+            for name, steps in self.steps.states.take_gone():
+                self._recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
+
+    def _record_unread_states(self) -> None:
+        """Those of low precision after the last step so far."""
+        for optimizer in self.steps.states.unread():
+            self._record_states(optimizer, by_module(self._roots, optimizer))
 
     def _record_changed_weights(self) -> None:
+        """Those that have changed since they were last read."""
+        if not self._weights:
+            return
         changed: ModuleParameters = {}
         for held, info, name in list(self._roots.parameters.values()):
             parameter = held()
