@@ -119,7 +119,7 @@ class ModuleHooks:
             self._scalers.attach(self._patches)
         if "forward" in self._watch:
             named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
-            named += OptimizerHooks.before, OptimizerHooks.after
+            named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)

@@ -148,7 +148,8 @@ class GlobalHooks:
         """
         # Global hooks of modules run before those of the module itself (torch/nn/modules/module.py, _call_impl). Of an
         # optimizer the global hook is the first before its step and the last after it (torch/optim/optimizer.py,
-        # profile_hook_step). So the weights are read after other hooks have changed them.
+        # profile_hook_step). So the weights are read after other hooks have changed them. Where others come after the
+        # one before a step, last_pre_hook.py reads the gradients.
         before, after, before_step, after_step = hooks
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
         of_before = torch_module.register_module_forward_pre_hook(before)
@@ -165,6 +166,13 @@ class GlobalHooks:
             (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
         self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
+
+    def are_last_before_step(self, optimizer: Any) -> bool:
+        """Whether no pre-hook of others comes after ours in a step of this optimizer."""
+        if not self.handles:
+            return True
+        last = next(reversed(torch_optimizer._global_optimizer_pre_hooks), None)
+        return last == self.handles[2].id and not optimizer._optimizer_step_pre_hooks
 
     def reinstall(self) -> None:
         """Register cleared hooks again; calls in the meantime were not recorded.

@@ -13,7 +13,7 @@ from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group
-from ..compile.attach import CompiledRegions
+from ..compile.attach import CompiledRegions, apart_from_dynamo
 from ..device.device import is_on_device, without_modes
 from ..patches import PatchLedger
 from ..record.bad_elements import KeptSummands
@@ -24,6 +24,7 @@ from ..record.rows import RecordedRow
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
+from .last_pre_hook import LastPreHook
 from .loose_parameters import Loose, LooseReader
 from .optimizer_steps import ModuleParameters, OptimizerSteps, by_module, has_gradient
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
@@ -53,6 +54,7 @@ class OptimizerHooks:
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
         self.steps = OptimizerSteps(self._frames)
+        self._last_hook = LastPreHook(apart_from_dynamo(self.right_before))
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
         self._loose: Loose = []
@@ -66,14 +68,15 @@ class OptimizerHooks:
     def attach(self, patches: PatchLedger) -> None:
         """See the steps of RPC as well, which torch's hooks do not see."""
         patches.at_undo(self._loose_reader.detach)
+        patches.at_undo(self._last_hook.detach)
         self._of_rpc.attach(patches)
 
     # -- before -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+        """A step begins. Records the gradients, or has `right_before` do it after the pre-hooks of others.
 
-        Returns new arguments for the step if its closure must be guarded, else None.
+        Raises OverflowDetected if the job is to end. Returns what `right_before` returns.
         """
         if torch.compiler.is_compiling():
             return None
@@ -90,6 +93,20 @@ class OptimizerHooks:
         self.steps.begins(optimizer)
         self._grouped, self._loose = None, []
         self.found_inf = getattr(optimizer, "found_inf", None)
+        with self._before_faults:
+            self._last_hook.take(optimizer)
+            if not self._global.are_last_before_step(optimizer):
+                self._last_hook.put(optimizer)
+                return None
+        return self.right_before(optimizer, args, kwargs)
+
+    def right_before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Record the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+
+        Returns new arguments for the step if its closure must be guarded, else None.
+        """
+        if torch.compiler.is_compiling():
+            return None
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
 
@@ -195,6 +212,8 @@ class OptimizerHooks:
         """Record the weights. Raises OverflowDetected if the job is to end."""
         if torch.compiler.is_compiling():
             return
+        with self._after_faults:
+            self._last_hook.take(optimizer)
         self._step_ended(optimizer)
         self._judging.raise_pending()
 
