@@ -172,6 +172,11 @@ class WorkerSession:
         )
         self.enter(RankPhase.RAISED)
 
+    def raise_kept(self) -> None:
+        """The script's code has ended. Raise what its signals' handlers have raised where torch would silence it."""
+        if self.is_ours and self.hooks is not None:
+            self.hooks.progress.raise_kept()
+
     def finished(self, code: int) -> None:
         """The script has ended, or has called sys.exit."""
         if not self.is_ours:

@@ -92,6 +92,8 @@ class ModuleCalls:
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
         self._last_batch = settings.abort_after_batch
+        self._interrupted: OpenPage | None = None
+        """The page of the hook of ours that a signal's handler has interrupted, and in which it has called the root."""
 
     # -- called by torch ----------------------------------------------------------------------------------------
 
@@ -210,8 +212,10 @@ class ModuleCalls:
                 # the stack may be that of a forward which KeyboardInterrupt has ended
                 self._running.drop_dead()
             if not stack:
+                interrupted = self._recorder.page if self._lock.is_held_here() else None
                 with self._lock:
                     info = self._enter_root(module)
+                self._interrupted = interrupted
             # calls of two threads would be taken for calls within each other: the stack is of the root's thread alone
             elif _this_thread() == self._running.thread:
                 info = self._roots.child(module, stack[0].root, stack[-1])
@@ -374,6 +378,7 @@ class ModuleCalls:
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
         is_again, nodes = self._running.phase is FramePhase.RECOMPUTE, self._running.nodes
         self._global.reinstall()  # the script may have cleared the tables within the forward
+        interrupted, self._interrupted = self._interrupted, None
         with self._lock:
             self._graphs.record()  # while the page is open: these are its last frames
             page = self._recorder.page
@@ -390,6 +395,9 @@ class ModuleCalls:
             self._running.nodes = None
             if self._explainer.keeps_roots and not (raised or is_again):
                 self._explainer.root_returned(info, args, kwargs)
+            if interrupted is not None:  # the hook goes on to write there
+                self._progress.resume(interrupted)
+                self._rows.begin_page(interrupted.batch)
         self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
         self._fields[HeadField.SEQ] = issued()
         if raised or is_again:
