@@ -22,14 +22,21 @@ def _looks_after(code: CodeType) -> frozenset[int]:
 
 
 def all_of(*owners: Any) -> set[CodeType]:
-    """The code of the methods of classes, and of functions."""
+    """The code of the methods of classes, and of functions, with that of the functions in them."""
     found: set[CodeType] = set()
     for owner in owners:
         for each in vars(owner).values() if isinstance(owner, type) else [owner]:
             each = getattr(each, "fget", None) or getattr(each, "__wrapped__", each)
             if hasattr(each, "__code__"):
-                found.add(each.__code__)
+                _add(each.__code__, found)
     return found
+
+
+def _add(code: CodeType, found: set[CodeType]) -> None:
+    found.add(code)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            _add(each, found)
 
 
 class _Interruption:
@@ -53,7 +60,7 @@ class _Interruption:
             if last in _looks_after(frame.f_code):
                 self._seen += 1
                 if self._seen > self._at:
-                    self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                    self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                     self._handler()
         return self._trace
 
