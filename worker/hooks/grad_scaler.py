@@ -126,7 +126,7 @@ class GradScalerHooks:
         """
         if not scaler.is_enabled():
             return
-        with self._progress.faults.within("GradScaler"):
+        with self._progress.faults.within("GradScaler"), self._progress.lock:
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             # set on the optimizer by GradScaler.step for its kernel, which then skips the update by itself

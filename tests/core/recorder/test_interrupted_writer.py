@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ class Recording:
     """A recorder, and what was written into each of its pages."""
 
     def __init__(self, path: Path) -> None:
-        self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 16, segments=8)
+        self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 18, segments=8)
         self.reader = RecorderReader(path)
         self.written: dict[int, list[tuple[int, int, list[int]]]] = {}
         """page -> (index, module, numbers of its rows) of each frame"""
@@ -156,3 +158,33 @@ def test_events_of_a_handler_and_of_what_it_interrupts_are_all_in_the_log(tmp_pa
         places.append(where)
         assert sorted(told) == ["handler", "later", "outer"], where
     assert len(places) > 5
+
+
+def test_events_of_several_threads_are_all_in_the_log(tmp_path):
+    """Some are recorded without the lock of those that write frames: an error of ours must wait for nobody."""
+    threads, each = 8, 500
+    recording, wrong = Recording(tmp_path / "recorder"), []
+    start = threading.Barrier(threads)
+
+    def record(thread: int) -> None:
+        try:
+            start.wait(60)
+            for number in range(each):
+                recording.writer.append(OwnFault(RunPosition(0), "test", f"{thread} {number}"))
+        except BaseException as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)  # the interpreter changes the thread as often as it can
+    try:
+        running = [threading.Thread(target=record, args=(thread,)) for thread in range(threads)]
+        for one in running:
+            one.start()
+        for one in running:
+            one.join(120)
+    finally:
+        sys.setswitchinterval(before)
+    told = [event.message for event in recording.reader.new_entries()[1]]
+    recording.close()
+    assert wrong == []
+    assert sorted(told) == sorted(f"{thread} {number}" for thread in range(threads) for number in range(each))
