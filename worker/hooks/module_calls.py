@@ -81,7 +81,7 @@ class ModuleCalls:
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
-        self._stack, self._depths = self._running.stack, self._running.depths
+        self._stack, self._depths, self._starts = self._running.stack, self._running.depths, self._running.starts
         self._graphs, self._around_graphs = self._frames.graphs, self._frames.policy.around
         parts = self._frames.frames
         self._progress, self._roots, self._rows = parts.progress, parts.roots, parts.rows
@@ -210,7 +210,7 @@ class ModuleCalls:
         if info is None or info is stack[0] or info.guessed or info.ref() is not module:
             if stack:
                 # the stack may be that of a forward which KeyboardInterrupt has ended
-                self._running.drop_dead()
+                self._running.drop_dead(module)
             if not stack:
                 interrupted = self._recorder.page if self._lock.is_held_here() else None
                 with self._lock:
@@ -242,6 +242,10 @@ class ModuleCalls:
         position = len(stack)
         if position == len(self._depths):
             self._depths.append(0)
+        if position == len(self._starts):
+            self._starts.append((-1, 0, 0))
+        # no call from here to the last one: a handler's module would take this position
+        self._starts[position] = info.seq, info.first_node, info.entered
         if position:
             self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
         # after all that may fail: without an entry `after` records nothing of this call
@@ -326,6 +330,7 @@ class ModuleCalls:
         # A forward may also return None. The exception that is handled tells the two apart, unless the script called
         # the root in an `except` block: that one is not of this call.
         raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
+        info.seq, info.first_node, info.entered = self._starts[len(stack) - 1]
         if running.nodes is not None:
             # our own operations make no node, since they run with gradients off: the number is still that of the
             # script's next
