@@ -288,6 +288,7 @@ class OptimizerHooks:
                     without_modes(read)
                     self._rows.flush()
         with self._after_faults, self._progress.lock:
+            self._rows.look_at_unfinished()
             for name, steps in self.steps.states.take_gone():
                 self._recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
 
