@@ -69,10 +69,10 @@ def stat_fields(process: Path) -> list[str]:
     return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-def has_part_in_c() -> bool:
-    """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
+def has_part_in_c(name: str = "core") -> bool:
+    """Whether this extension of worker/native was compiled for this Python. Without `core`, Python does the same."""
     folder = Path(__file__).parents[1] / "worker" / "native"
-    return any((folder / f"core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    return any((folder / f"{name}{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 
 # Time as this process has lived it: a process that was stopped notices, and counts nobody's silence meanwhile.

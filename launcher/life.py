@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from signal import Signals
 
@@ -58,9 +57,7 @@ def without_c() -> str:
     """What this Python lacks of the part in C; "" if it lacks nothing."""
     if not host.has_part_in_c():
         return _FREE_THREADED if sysconfig.get_config_var("Py_GIL_DISABLED") else WITHOUT_C
-    folder = Path(__file__).parents[1] / "worker" / "native"
-    has_recursion = any((folder / f"recursion{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
-    return "" if has_recursion else _WITHOUT_RECURSION
+    return "" if host.has_part_in_c("recursion") else _WITHOUT_RECURSION
 
 
 def say_signal(number: int) -> None:

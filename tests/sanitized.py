@@ -20,8 +20,6 @@ TESTS = ("tests/worker/native", "tests/worker/hooks/test_native_writer.py")
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 LIBRARIES = ("libasan.so", "libstdc++.so.6")
 """They come before all others. The first wraps functions of the second, which torch throws with, from the start."""
-
-
 CC = os.environ.get("CC", "cc")
 
 
@@ -48,11 +46,8 @@ def build(folder: Path) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """What a process needs whose extensions are those in `folder`."""
-    compiler = os.environ.get("CC", "cc")
     found = [
-        subprocess.run(
-            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        subprocess.run([CC, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in LIBRARIES
     ]
     return {

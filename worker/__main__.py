@@ -73,7 +73,7 @@ def main() -> NoReturn:
         run(arguments, lambda error: None, lambda code: None)
     session.enter(RankPhase.SCRIPT)
     after_import("torch", session.attach_hooks)
-    run(arguments, session.raised, session.finished)
+    run(arguments, session.raised, session.finished, session.raise_kept)
 
 
 def _open_session(settings: WorkerSettings) -> WorkerSession | None:
@@ -93,10 +93,25 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
 # The user's script runs as `__main__`, as Python itself would run it.
 
 
-def run(arguments: list[str], raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
-    """Run `script args...` or `-m module args...`, call `raised` or `finished`, and end the process as Python would."""
+def run(
+    arguments: list[str],
+    raised: Callable[[BaseException], None],
+    finished: Callable[[int], None],
+    raise_kept: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Run `script args...` or `-m module args...`, call `raised` or `finished`, and end the process as Python would.
+
+    `raise_kept` is called as the script's last line: it may raise.
+    """
     try:
-        _execute(arguments)
+        try:
+            _execute(arguments)
+        except (OverflowDetected, JobEnded):  # the job ends by these, whatever else a handler has raised
+            raise
+        except BaseException:
+            raise_kept()
+            raise
+        raise_kept()
     except SystemExit as stop:
         _tell(finished, int(stop.code if isinstance(stop.code, int) else stop.code is not None))
         if isinstance(stop, JobEnded):

@@ -13,7 +13,7 @@ from ..core.frames import RowKind
 from ..core.signal_errors import from_outside
 from ..core.values import NonFinite, ValueEncoding
 from .device.device import device_for, has_reader, without_modes
-from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
+from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain, wait_for
 from .watch import watching_hooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -43,6 +43,7 @@ def look(tensor: torch.Tensor) -> TensorStats:
 
 def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
     """As `measure`, with one transfer to the host (two if there is a nan) and no temporary as large as the tensor."""
+    wait_for(tensor)  # the script asks for its numbers now
     plain = to_plain(tensor)
     if plain is None:
         return NOT_MEASURABLE

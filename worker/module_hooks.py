@@ -119,7 +119,7 @@ class ModuleHooks:
             self._scalers.attach(self._patches)
         if "forward" in self._watch:
             named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
-            named += OptimizerHooks.before, OptimizerHooks.after
+            named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)
@@ -159,10 +159,9 @@ class ModuleHooks:
             trace = trace.tb_next
         return self._roots.name_of(module) if module is not None else None
 
-    def read_states(self) -> None:
+    def read_the_rest(self) -> None:
         """Read weights and states that no hook has read since the last batch. Waits for nothing, and raises nothing."""
-        self._steps.read_states()
-        self._steps.read_changed_weights()
+        self._steps.read_the_rest()
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..core.recorder.layout import MAGIC, HeadField, RankPhase
 from ..core.recorder.writer import RecorderWriter
-from ..core.signal_errors import suppress_own
+from ..core.signal_errors import from_outside, suppress_own
 from .patches import PatchLedger, after_import, allow_global_hooks
 
 # The two ends of a program that Python does not announce: os.exec puts another one into its process, os._exit ends it.
@@ -99,6 +99,9 @@ class WatchedRank(Protocol):
     def finished(self, code: int) -> None:
         """The script has ended, or has called sys.exit."""
 
+    def raise_kept(self) -> None:
+        """The script's code has ended: raise what no hook has raised for it."""
+
     def settle(self) -> bool:
         """Judge the numbers that have arrived since."""
 
@@ -120,6 +123,13 @@ def _script_ends(session: WatchedRank) -> None:
     if not session.is_ours:
         return
     error = getattr(sys, "last_value", None)
+    try:
+        session.raise_kept()
+    except BaseException as kept:
+        if not from_outside(kept):
+            raise
+        error = kept  # too late to end the script with it: it is told of, as Python tells of others
+        sys.excepthook(type(kept), kept, kept.__traceback__)
     if isinstance(error, BaseException) and not isinstance(error, SystemExit):
         session.raised(error)
     else:

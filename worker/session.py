@@ -148,7 +148,7 @@ class WorkerSession:
         try:
             self._record_replaced()
             if not failed:  # of a device it may be what has failed
-                hooks.read_states()
+                hooks.read_the_rest()
             return wait_for_device(hooks.settle)
         except Exception as error:
             if from_outside(error):
@@ -181,6 +181,11 @@ class WorkerSession:
             )
         )
         self.enter(RankPhase.RAISED)
+
+    def raise_kept(self) -> None:
+        """The script's code has ended. Raise what its signals' handlers have raised where torch would silence it."""
+        if self.is_ours and self.hooks is not None:
+            self.hooks.progress.raise_kept()
 
     def finished(self, code: int) -> None:
         """The script has ended, or has called sys.exit."""

@@ -86,7 +86,7 @@ def _remove(hooks: ModuleHooks) -> Exception | None:
     pid, _ = _watching[hooks]
     failure = None
     if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
-        hooks.read_states()
+        hooks.read_the_rest()
         failure = _failure_of(hooks, hooks.settle)
     hooks.detach()
     del _watching[hooks]
@@ -287,7 +287,7 @@ class ModelWatch:
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.reinstall()
-            self._hooks.read_states()
+            self._hooks.read_the_rest()
         self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()

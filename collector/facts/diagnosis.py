@@ -92,7 +92,7 @@ class LocalDiagnosis:
     mask: str = ""
     """The -inf from which a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: FramePhase = FramePhase.FORWARD
-    """FramePhase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
+    """The phase of the frame that shows the value. `phase` may be another: a bad weight may show in a forward."""
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""

@@ -7,8 +7,8 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -30,12 +30,18 @@ RowTuple = tuple[int, int, int, int, int, int]
 """slot, value, shape, dtype code, kind, mark"""
 
 
+# A signal's handler may run a forward or record an event, and so write in the middle of what is written here. It runs
+# when a call has returned, where a function begins or a loop goes back (CPython's eval breaker), and nowhere between:
+# so what must not be torn is written without a call. Another thread gets the interpreter's lock at the same places.
+
 # As plain integers: an IntEnum costs more than the store itself.
 _FRAMES, _ROWS, _VALUES = int(SegmentField.FRAMES), int(SegmentField.ROWS), int(SegmentField.VALUES)
 _FRAME_BASE, _VALUE_BASE = int(SegmentField.FRAME_BASE), int(SegmentField.VALUE_BASE)
+_LOG_END, _SEGMENT = int(HeadField.LOG_END), int(HeadField.SEGMENT)
+_CLOSED, _GENERATION = int(SegmentField.CLOSED), int(SegmentField.GENERATION)
 _VALUES_PER_SEGMENT, _ROWS_PER_SEGMENT = layout.VALUES_PER_SEGMENT, layout.ROWS_PER_SEGMENT
 _FRAMES_PER_SEGMENT = layout.FRAMES_PER_SEGMENT
-_pack_value, _pack_frame = layout.VALUE.pack_into, layout.FRAME.pack_into
+_pack_value, _frame_bytes = layout.VALUE.pack_into, layout.FRAME.pack
 
 
 @cache
@@ -117,6 +123,9 @@ class RecorderWriter:
         self._segments_at = self._log_at + log_bytes
         self._segments = segments
         self._segment = -1
+        self._seg = memoryview(array("q", bytes(layout.SEGMENT_HEADER_BYTES)))
+        """The header of the segment that is being written."""
+        self._frames_at = self._rows_at = self._values_at = 0
         self._pages = 0
         self.names = NameTable()
         """The definitions so far, for whoever reads pages in this process."""
@@ -194,16 +203,25 @@ class RecorderWriter:
         elif isinstance(record, OwnFault):
             self.count_fault(record.part)
         payload = self._encode(record)
-        size = (layout.ENTRY.size + len(payload or b"") + 7) & ~7
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
-        if payload is None or self._log_end + size > room:
+        if payload is None or not self._append_entry(_entry_of(payload), room):
             self.fields[HeadField.RECORDS_LOST] += 1
             self.fields[HeadField.NAMES_LOST] += payload is not None and isinstance(record, Definition)
             return False
-        self._write_entry(self._log_at + self._log_end, payload)
-        self._log_end += size
-        self.fields[HeadField.LOG_END] = self._log_end
         return True
+
+    def _append_entry(self, entry: bytes, room: int) -> bool:
+        """False if the log has no room for it."""
+        size = (len(entry) + 7) & ~7
+        while True:
+            end = self._log_end
+            if end + size > room:
+                return False
+            place = slice(self._log_at + end, self._log_at + end + len(entry))
+            if self._log_end == end:  # no other entry has come meanwhile: without a call from here on
+                self.view[place] = entry
+                self._log_end = self.fields[_LOG_END] = end + size
+                return True
 
     def count_fault(self, part: str) -> None:
         """Count an error of gpuwatch itself, where no log can be full. `append` calls it for every Fault."""
@@ -226,13 +244,9 @@ class RecorderWriter:
             return
         if payload is None or len(payload) > room:
             return
-        self._write_entry(layout.ANOMALY_AT, payload)
+        entry = _entry_of(payload)
+        self.view[layout.ANOMALY_AT : layout.ANOMALY_AT + len(entry)] = entry
         fields[HeadField.ANOMALY] = AnomalyFlag.WRITTEN  # last: a reader waits for it
-
-    def _write_entry(self, at: int, payload: bytes) -> None:
-        start = at + layout.ENTRY.size
-        layout.ENTRY.pack_into(self.view, at, len(payload), zlib.crc32(payload))
-        self.view[start : start + len(payload)] = payload
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -247,8 +261,9 @@ class RecorderWriter:
 
     def begin_page(self, root: int, batch: int, step: int) -> OpenPage:
         """Start a page. Pages are counted from 0 over all roots of this rank."""
-        page = OpenPage(self._pages, root, batch, step)
-        self._pages += 1
+        number = self._pages
+        self._pages = number + 1
+        page = OpenPage(number, root, batch, step)
         self.resume_page(page)
         return page
 
@@ -256,48 +271,63 @@ class RecorderWriter:
         """Another page comes in between, or nothing for a while: what was written so far may be copied and read."""
         page = self.page
         if page is not None:
-            seg = self._seg
-            # all of this without a call: a signal's handler may raise after one
+            is_open = self.cursor[0] >= 0
+            # without a call from here on
             self.page = None
             self.cursor[0] = -1
-            page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
-            page.values = seg[_VALUE_BASE] + seg[_VALUES]
-            seg[SegmentField.CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
-            self._segment_done(page)
+            if is_open:
+                seg = self._seg
+                page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
+                page.values = seg[_VALUE_BASE] + seg[_VALUES]
+                seg[_CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
+                self._segment_done(self._values_at, page)
             self.fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def resume_page(self, page: OpenPage) -> None:
         """Write on in a page, in a segment of its own."""
         if self.page is page:
             return
-        self.pause_page()
-        at = self._next_segment(page)
-        self.page = page
-        self.cursor[0] = at
+        while self.page is not page:
+            self.pause_page()
+            self._begin_segment(page)
         fields = self.fields
         fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = page.batch, page.root, page.number
         fields[HeadField.MOVED_NS] = time.monotonic_ns()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it other pages may be written. Then the page goes on that was written before, or none."""
+        before = self.page
+        try:
+            yield
+        finally:
+            if before is None:
+                self.pause_page()
+            else:
+                self.resume_page(before)
 
     def end_page(self, page: OpenPage) -> None:
         """The batch has ended: nothing more is expected in its page."""
         page.ended = True
         if self.page is page:
             self.pause_page()
-        elif (at := self.segment_at(page.segment)) is not None:  # else it has been overwritten
+        if (at := self.segment_at(page.segment)) is not None:  # else it has been overwritten
             with self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
-                head[SegmentField.CLOSED] = SegmentEnd.PAGE_END
+                head[_CLOSED] = SegmentEnd.PAGE_END
 
     def value(self, low: int, high: int, meta: int) -> int:
         """Store the numbers of one tensor; returns its index in the page."""
         assert self.page is not None
-        seg = self._seg
-        used = seg[_VALUES]
-        if used == _VALUES_PER_SEGMENT:
-            seg = self.continue_segment()
-            used = 0
-        _pack_value(self.view, self._values_at + used * 24, low, high, meta)
-        seg[_VALUES] = used + 1
-        return seg[_VALUE_BASE] + used
+        while True:
+            seg = self._seg
+            used = seg[_VALUES]
+            if used < _VALUES_PER_SEGMENT and self.cursor[0] >= 0:
+                break
+            self.continue_segment()
+        at, index = self._values_at + used * 24, seg[_VALUE_BASE] + used
+        seg[_VALUES] = used + 1  # before it is written: until then no row names it, so nobody reads it
+        _pack_value(self.view, at, low, high, meta)
+        return index
 
     def values(self, count: int, meta: int) -> tuple[int, int]:
         """Take `count` values side by side in one segment, all of them (0, 0, meta): their numbers are stored later.
@@ -305,15 +335,17 @@ class RecorderWriter:
         A segment holds VALUES_PER_SEGMENT. Returns the index of the first in the page, and its position in the segment.
         """
         assert self.page is not None
-        seg = self._seg
-        used = seg[_VALUES]
-        if used + count > _VALUES_PER_SEGMENT:
-            seg = self.continue_segment()
-            used = 0
-        at = self._values_at + used * 24
-        self.view[at : at + count * 24] = _value_bytes(meta) * count
+        taken = _value_bytes(meta) * count
+        while True:
+            seg = self._seg
+            used = seg[_VALUES]
+            if used + count <= _VALUES_PER_SEGMENT and self.cursor[0] >= 0:
+                break
+            self.continue_segment()
+        at, index = self._values_at + used * 24, seg[_VALUE_BASE] + used
         seg[_VALUES] = used + count
-        return seg[_VALUE_BASE] + used, used
+        self.view[at : at + count * 24] = taken
+        return index, used
 
     def frame(
         self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple], collectives: int = 0
@@ -325,35 +357,48 @@ class RecorderWriter:
             self.fields[HeadField.ROWS_LOST] += count - _ROWS_PER_SEGMENT
             count = _ROWS_PER_SEGMENT
             rows = rows[:count]
-        seg = self._seg
-        frames, used = seg[_FRAMES], seg[_ROWS]
-        if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT:
-            seg = self.continue_segment()
-            frames = used = 0
-        data = self.view
-        if count:
-            _rows_of(count).pack_into(data, self._rows_at + used * 16, *chain.from_iterable(rows))
-        index = seg[_FRAME_BASE] + frames
         if depth > 32767:
             depth = 32767
         if collectives > 255:
             collectives = 255
-        at = self._frames_at + frames * 32
-        _pack_frame(data, at, module, parent, depth, phase, collectives, seq, used, count, index)
-        seg[_ROWS] = used + count
-        seg[_FRAMES] = frames + 1
-        return index
+        packed = _rows_of(count).pack(*chain.from_iterable(rows)) if count else b""
+        while True:
+            seg = self._seg
+            frames, used = seg[_FRAMES], seg[_ROWS]
+            if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT or self.cursor[0] < 0:
+                self.continue_segment()
+                continue
+            index = seg[_FRAME_BASE] + frames
+            head = _frame_bytes(module, parent, depth, phase, collectives, seq, used, count, index)
+            at = self._rows_at + used * 16
+            rows_place = slice(at, at + count * 16)
+            at = self._frames_at + frames * 32
+            frame_place = slice(at, at + 32)
+            if self._seg is seg and self.cursor[0] >= 0 and seg[_FRAMES] == frames and seg[_ROWS] == used:
+                # nothing else was written meanwhile: without a call from here on
+                data = self.view
+                data[rows_place] = packed
+                data[frame_place] = head
+                seg[_ROWS] = used + count
+                seg[_FRAMES] = frames + 1
+                return index
 
     def continue_segment(self) -> memoryview:
-        """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""
-        page = self.page
+        """End the open segment, one of whose tables is full, and begin the next one. Returns its header.
+
+        A signal's handler that writes meanwhile finds the page open, but no segment: it begins the next one itself.
+        """
+        page, seg = self.page, self._seg
         assert page is not None
-        seg = self._seg
-        page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
-        page.values = seg[_VALUE_BASE] + seg[_VALUES]
-        seg[SegmentField.CLOSED] = SegmentEnd.CONTINUED
-        self._segment_done(page)
-        self.cursor[0] = self._next_segment(page)
+        if self.cursor[0] >= 0:
+            page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
+            page.values = seg[_VALUE_BASE] + seg[_VALUES]
+            seg[_CLOSED] = SegmentEnd.CONTINUED
+            self.cursor[0] = -1
+            self._segment_done(self._values_at, page)
+        while self.page is page and self.cursor[0] < 0:
+            self._begin_segment(page)
+        self.resume_page(page)
         return self._seg
 
     def pass_over(self, is_busy: Callable[[int], bool]) -> None:
@@ -367,37 +412,43 @@ class RecorderWriter:
                 return
             self._segment += 1
 
-    def _segment_done(self, page: OpenPage) -> None:
+    def _segment_done(self, values_at: int, page: OpenPage) -> None:
         if self.on_segment_end is not None:
-            self.on_segment_end(self._values_at, page.number)
+            self.on_segment_end(values_at, page.number)
 
-    def _next_segment(self, page: OpenPage) -> int:
-        """Returns its offset in the file. A page is open from when that is in the cursor."""
-        self._segment += 1
-        at = self._segments_at + (self._segment % self._segments) * layout.SEGMENT_BYTES
-        seg = self._seg = self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
-        generation = seg[SegmentField.GENERATION]
-        generation += generation & 1  # odd while it is written: a signal's handler may have raised then
-        seg[SegmentField.GENERATION] = generation + 1
+    def _begin_segment(self, page: OpenPage) -> None:
+        """Begin a segment, and write on in `page` there. Does nothing if another one was begun meanwhile."""
+        number = self._segment + 1
+        at = self._segments_at + (number % self._segments) * layout.SEGMENT_BYTES
+        seg = self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
+        held, now = [number], time.time_ns()
+        if self._segment != number - 1 or self.cursor[0] >= 0 or (self.page is not None and self.page is not page):
+            return
+        # without a call from here on
+        generation = seg[_GENERATION]
+        generation += generation & 1
+        seg[_GENERATION] = generation + 1  # odd while it is written
         seg[SegmentField.PAGE] = page.number
         seg[SegmentField.ROOT] = page.root
         seg[SegmentField.BATCH] = page.batch
         seg[SegmentField.STEP] = page.step
         seg[SegmentField.INDEX] = page.segments
-        seg[SegmentField.FRAMES] = seg[SegmentField.ROWS] = seg[SegmentField.VALUES] = 0
-        seg[SegmentField.FRAME_BASE] = page.frames
-        seg[SegmentField.VALUE_BASE] = page.values
-        seg[SegmentField.CLOSED] = SegmentEnd.OPEN
-        seg[SegmentField.STARTED_NS] = time.time_ns()
-        seg[SegmentField.GENERATION] = generation + 2
-        page.segment = self._segment
-        page.held.append(self._segment)
+        seg[_FRAMES] = seg[_ROWS] = seg[_VALUES] = 0
+        seg[_FRAME_BASE] = page.frames
+        seg[_VALUE_BASE] = page.values
+        seg[_CLOSED] = SegmentEnd.OPEN
+        seg[SegmentField.STARTED_NS] = now
+        seg[_GENERATION] = generation + 2
+        self._segment = page.segment = number
+        page.held += held
         page.segments += 1
+        self._seg = seg
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT
         self._values_at = at + layout.VALUES_AT
-        self.fields[HeadField.SEGMENT] = self._segment
-        return at
+        self.fields[_SEGMENT] = number
+        self.page = page
+        self.cursor[0] = at  # a page is open from here on
 
     def close(self) -> None:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
@@ -407,11 +458,14 @@ class RecorderWriter:
         self.cursor[0] = -1
         self.fields.release()
         self.groups.release()
-        if self._segment >= 0:
-            self._seg.release()
+        self._seg.release()
         self.view.release()
         with suppress(BufferError):  # a device may still write there
             self.memory.close()
+
+
+def _entry_of(payload: bytes) -> bytes:
+    return layout.ENTRY.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:

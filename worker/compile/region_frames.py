@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...core.frames import ROW_KINDS, FramePhase, RowKind
+from ...core.frames import FramePhase, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
@@ -155,7 +155,7 @@ class RegionPages:
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, RecordedRow]) -> RecordedRow:
         place = traced.place
         if place < 0:
-            return self._rows.traced(frame.info, traced.role, traced.dtype, ROW_KINDS[traced.kind])
+            return self._rows.traced(frame.info, traced.role, traced.dtype, traced.kind)
         known = seen.get(place)
         if known is not None:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from ...core.frames import RowKind
 from ...core.recorder.writer import OpenPage
 from ...core.torch_names import GRADIENTS_SINCE, NEWEST, ROWS_SINCE, not_seen_of_compiled, release_of
 from ..record.roots import ModuleInfo
@@ -33,7 +34,7 @@ class RegionRow:
 
     role: str
     place: int
-    kind: int
+    kind: RowKind
     dtype: torch.dtype | None
 
 

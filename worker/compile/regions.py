@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch._guards import CompileContext
 
+from ...core.frames import ROW_KINDS
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .dynamo import (
@@ -309,7 +310,7 @@ class RankRegions:
         if place == -2:
             place = place_on(device)
             region.places.append(place)
-        region.frames[-1].rows.append(RegionRow(role, place, kind, dtype))
+        region.frames[-1].rows.append(RegionRow(role, place, ROW_KINDS[kind], dtype))
         return place
 
     def gradient(self, device: str) -> int:

@@ -3,7 +3,7 @@
 How the numbers of tensors are read there is device.py's. Another accelerator is one more class here, and one there; the
 other files that name a kind are listed in docs/development.md.
 """
-# ruff: noqa: D102  # `Accelerator` says what the methods do
+# ruff: noqa: D102  # `TestedDevice` and `Accelerator` say what the methods do
 
 from __future__ import annotations
 
@@ -49,21 +49,43 @@ GeneratorState = tuple[int, int]
 """(seed, offset) of a device's generator of random numbers"""
 
 
-class Accelerator(Protocol):
-    """One kind of device. `device` is one of this kind, with its index."""
+class TestedDevice(Protocol):
+    """What the preflight tests: a kind of GPU, or the CPU. `device` is one of this kind, with its index."""
 
-    type: str
-    """The `type` of its torch.device."""
-    backend: str
-    """Of the process groups whose tensors are there."""
-    is_gpu: bool
-    """Whether it has memory and streams of its own: calls return before their work is done."""
     reporter: str
     """What knows how much memory is free."""
     sizes: TestSizes
     if_out_of_memory: str
     """What to do then, as one sentence."""
     if_memory_is_bad: str
+
+    def use(self, device: torch.device) -> None:
+        """Make it the current device of this thread."""
+
+    def release_cache(self) -> None:
+        """Give back the memory that torch keeps without a tensor in it."""
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """(free, total) bytes."""
+
+    def prepare_matmul(self) -> None:
+        """Make the results of the current device the same on every one with the same `kernels`."""
+
+    def typical(self, times: Sequence[float]) -> float:
+        """Of the times of equal work, the one to compare."""
+
+    def kernels(self, device: torch.device) -> str:
+        """All that selects a kernel, and so the bits of its result: `NVIDIA H100 80GB HBM3, 132 SMs, torch 2.13.0`."""
+
+    def timed(self, call: Callable[[], object], deadline: float | None, late: Callable[[], Exception]) -> float:
+        """Seconds of the work that `call` starts on the current device. Waits for it, or raises `late()`."""
+
+
+class Accelerator(TestedDevice, Protocol):
+    """One kind of GPU. Calls return before their work on it is done."""
+
+    type: str
+    """The `type` of its torch.device."""
 
     def is_built(self) -> bool:
         """Whether this torch can use it. Asks no driver."""
@@ -92,29 +114,8 @@ class Accelerator(Protocol):
     def toolkit(self) -> dict[str, str]:
         """Versions that this torch is built with, by name; "" if unknown. Asks no driver."""
 
-    def use(self, device: torch.device) -> None:
-        """Make it the current device of this thread."""
-
     def current(self) -> int:
         """The index of the current device."""
-
-    def release_cache(self) -> None:
-        """Give back the memory that torch keeps without a tensor in it."""
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """(free, total) bytes."""
-
-    def prepare_matmul(self, device: torch.device) -> None:
-        """Make it the current device, and its results the same on every one with the same `kernels`."""
-
-    def typical(self, times: Sequence[float]) -> float:
-        """Of the times of equal work, the one to compare."""
-
-    def kernels(self, device: torch.device) -> str:
-        """All that selects a kernel, and so the bits of its result: `NVIDIA H100 80GB HBM3, 132 SMs, torch 2.13.0`."""
-
-    def timed(self, call: Callable[[], object], deadline: float | None, late: Callable[[], Exception]) -> float:
-        """Seconds of the work that `call` starts on the current device. Waits for it, or raises `late()`."""
 
     def load(self, index: int) -> Callable[[], None]:
         """A function that keeps a device busy for some milliseconds. Raises torch's error where it cannot be."""
@@ -138,7 +139,7 @@ _TRANSFER_BYTES = 64 << 20
 class CudaAccelerator:
     """CUDA, and ROCm by the same names. torch.cuda has no annotations in many places."""
 
-    type, backend, is_gpu, reporter = "cuda", "nccl", True, "driver"
+    type, reporter = "cuda", "driver"
     sizes = TestSizes(
         quick=MemoryAmount(share=0.1),
         quick_most=1 << 30,
@@ -206,8 +207,8 @@ class CudaAccelerator:
         torch.cuda.set_device(device)  # else another device gets a context
         return torch.cuda.mem_get_info(device)
 
-    def prepare_matmul(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+    def prepare_matmul(self) -> None:
+        pass
 
     def typical(self, times: Sequence[float]) -> float:
         return statistics.median(times)  # it shows throttling
@@ -282,7 +283,7 @@ def driver_uuid(index: int) -> str:
 class HostProcessor:
     """The CPU, for ranks without a GPU."""
 
-    type, backend, is_gpu, reporter = "cpu", "gloo", False, "system"
+    reporter = "system"
     sizes = TestSizes(
         quick=MemoryAmount(size=64 << 20),
         quick_most=64 << 20,
@@ -299,38 +300,8 @@ class HostProcessor:
     )
     if_memory_is_bad = "Take this host out of service and run a memory test on it."
 
-    def is_built(self) -> bool:
-        return True
-
-    def is_in_use(self) -> bool:
-        return True
-
-    def why_none(self) -> str:
-        return ""
-
-    def count(self) -> int:
-        return 1
-
-    def name(self, index: int) -> str:
-        return ""
-
-    def pci_bus(self, index: int) -> str:
-        return ""
-
-    def uuid(self, index: int) -> str:
-        return ""
-
-    def versions(self) -> dict[str, str]:
-        return {}
-
-    def toolkit(self) -> dict[str, str]:
-        return {}
-
     def use(self, device: torch.device) -> None:
         pass
-
-    def current(self) -> int:
-        return 0
 
     def release_cache(self) -> None:
         pass
@@ -339,7 +310,7 @@ class HostProcessor:
         found = psutil.virtual_memory()
         return found.available, found.total
 
-    def prepare_matmul(self, device: torch.device) -> None:
+    def prepare_matmul(self) -> None:
         torch.set_num_threads(1)
 
     def typical(self, times: Sequence[float]) -> float:
@@ -352,18 +323,6 @@ class HostProcessor:
         began_s = time.perf_counter()
         call()
         return time.perf_counter() - began_s
-
-    def load(self, index: int) -> Callable[[], None]:
-        return lambda: None
-
-    def contexts(self) -> list[Callable[[], AbstractContextManager[Any]]]:
-        return []
-
-    def random_state(self) -> GeneratorState | None:
-        return None
-
-    def set_random_state(self, state: GeneratorState) -> None:
-        pass
 
 
 def _cpu_model() -> str:
@@ -384,9 +343,14 @@ _HOST = HostProcessor()
 _GPUS: tuple[Accelerator, ...] = (CudaAccelerator(),)
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
+def tested_device(device: torch.device) -> TestedDevice:
     """What knows a device of this kind; the CPU's for one that nothing here knows."""
-    return next((each for each in _GPUS if each.type == device.type), _HOST)
+    return gpu_of(device) or _HOST
+
+
+def gpu_of(device: torch.device) -> Accelerator | None:
+    """The kind of GPU of a device; None if it is the CPU, or one that nothing here knows."""
+    return next((each for each in _GPUS if each.type == device.type), None)
 
 
 def built_gpu() -> Accelerator | None:

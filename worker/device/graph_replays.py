@@ -35,9 +35,6 @@ from .device import device_for, without_modes
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MEASURED = RowKind.MEASURED.number
-_FORWARD, _BACKWARD, _OPTIMIZER = (
-    phase.number for phase in (FramePhase.FORWARD, FramePhase.BACKWARD, FramePhase.OPTIMIZER)
-)
 _REHEARSED = int(RowMark.REHEARSED)
 
 
@@ -45,7 +42,7 @@ class _CapturedFrame(NamedTuple):
     module: int
     parent: int
     depth: int
-    phase: int
+    phase: FramePhase
     rows: list[RowFields]
 
 
@@ -63,8 +60,8 @@ class _PageOfGraph:
     named: dict[int, list[_CapturedFrame]] = field(default_factory=dict)
     """id of a root -> the frames as part of it"""
 
-    def has(self, phase: int) -> bool:
-        return any(frame.phase == phase for frame in self.frames)
+    def has(self, phase: FramePhase) -> bool:
+        return any(frame.phase is phase for frame in self.frames)
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +203,7 @@ class GraphReplays:
             for module, parent, depth, phase, _, _, start, count, index in layout.FRAME.iter_unpack(frames):
                 own = all_rows[start : start + count]
                 if index >= first and any(CAPTURED <= row[1] < NOTHING for row in own):
-                    yield _CapturedFrame(module, parent, depth, phase, own)
+                    yield _CapturedFrame(module, parent, depth, PHASES[phase], own)
 
     # -- a replay -------------------------------------------------------------------------------------------------
 
@@ -253,13 +250,13 @@ class GraphReplays:
         watched.stream = stream
         for part in watched.parts:
             within = bool(self._running.stack) and own_thread and self._recorder.page is not None
-            if self._running.stack and not own_thread and part.has(_FORWARD):
+            if self._running.stack and not own_thread and part.has(FramePhase.FORWARD):
                 return "a replay ran in another thread while a forward ran"
-            is_new = part.begins and not within and part.has(_FORWARD)
+            is_new = part.begins and not within and part.has(FramePhase.FORWARD)
             page, root = self._page_for(part, within, is_new)
             if page is None:
                 return "a replay came before any forward of its model"
-            if part.has(_FORWARD):
+            if part.has(FramePhase.FORWARD):
                 self._last[part.root.id] = page, root
             indices: dict[int, int] = {}
             for first, end in part.runs:
@@ -267,12 +264,12 @@ class GraphReplays:
                 indices.update(zip(range(first, end), range(index, index + end - first), strict=True))
             self._write(part, root, indices, within)
             self._rows.late_pages[page.number] = page
-            if part.has(_BACKWARD):
+            if part.has(FramePhase.BACKWARD):
                 self._gradients.begins(page.number)
             if is_new:
                 self._recorder.pause_page()
                 self._judging.forward_ends(page)
-        if any(part.has(_OPTIMIZER) for part in watched.parts):
+        if any(part.has(FramePhase.OPTIMIZER) for part in watched.parts):
             self._progress.step += 1
             self._progress.fields[HeadField.STEP] = self._progress.step
         if not self._running.stack:
@@ -314,10 +311,10 @@ class GraphReplays:
                 else (slot, NOTHING, shape, dtype, kind, mark)
                 for slot, value, shape, dtype, kind, mark in rows
             ]
-            if phase != _FORWARD:
-                write(module, PHASES[phase], seq, packed, parent, depth)
+            if phase is not FramePhase.FORWARD:
+                write(module, phase, seq, packed, parent, depth)
             elif module not in calls:  # a running call writes its own frame when it returns
-                write(module, PHASES[phase], seq, packed, outer if parent == NOTHING else parent, depth + deeper)
+                write(module, phase, seq, packed, outer if parent == NOTHING else parent, depth + deeper)
 
     def _named_in(self, own: RootInfo, root: RootInfo, frame: _CapturedFrame) -> _CapturedFrame:
         """A frame as one of `root`: it may have been captured in a root of its own."""

@@ -17,7 +17,17 @@ import torch
 
 from ...core.signal_errors import from_outside
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
-from ..record.tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, sole_inner, to_plain, unwrapped, version_of
+from ..record.tensor_stats import (
+    CODES,
+    FLOATS,
+    LOW_PRECISION,
+    has_memory,
+    is_unfinished,
+    sole_inner,
+    to_plain,
+    unwrapped,
+    version_of,
+)
 from .device import without_modes
 
 try:
@@ -119,7 +129,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if isinstance(local, torch.Tensor):
         return _plain(local)
     if cls.__name__ == "AsyncCollectiveTensor":
-        return _plain(tensor.trigger_wait())  # type: ignore[attr-defined]  # makes the stream wait, not the host
+        # a wait of ours would make the script's stream wait: see `is_unfinished`
+        return _plain(tensor.trigger_wait()) if not is_unfinished(tensor) else None  # type: ignore[attr-defined]
     if tensor.layout is torch.jagged:
         # unbind() would wait for the offsets. Parts with explicit lengths have holes between them.
         values: torch.Tensor | None = getattr(tensor, "_values", None)

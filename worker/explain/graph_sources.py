@@ -68,23 +68,26 @@ def sources_now(
     module: nn.Module,
     hook: CodeType,
     calls: GraphCalls,
-    running: Sequence[ModuleInfo],
+    running: Sequence[tuple[ModuleInfo, int]],
     shown: ShownTensors,
 ) -> list[OwnCodeModule]:
     """The sources of a row of a call of `module`, which is called `named`, in the forward that is running.
 
     `hook` is the code of the hook that torch is calling; its frame has the arguments and results of a call that has
     just returned. That is the call of `module`, or one around it, which showed that the value spread. `calls` have
-    returned, `running` have not, the outermost first. Empty if the graph does not show the sources.
+    returned, `running` have not, the outermost first, each with the number of its first node. Empty if the graph does
+    not show the sources.
     """
     frame = outwards(sys._getframe(), lambda frame: frame.f_code is hook)
     if frame is None:
         return []
     arguments, returned = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"]), frame.f_locals["output"]
-    handed = {leaf.grad_fn for _, leaf in arguments if isinstance(leaf, torch.Tensor)} | _arguments(running)
+    handed = {leaf.grad_fn for _, leaf in arguments if isinstance(leaf, torch.Tensor)} | _arguments(
+        [info for info, _ in running]
+    )
     end = next_node() + 1
     closed = {(info.id, first) for info, first, _ in calls.calls}
-    still = [(info, info.first_node, end) for info in running[::-1] if (info.id, info.first_node) not in closed]
+    still = [(info, first, end) for info, first in running[::-1] if (info.id, first) not in closed]
     whole = GraphCalls(calls.page)
     whole.calls = [*calls.calls, *still]
     outputs = outputs_of(returned)

@@ -163,9 +163,8 @@ class SecondLook:
             return "", []
         shown = shown_in(self._own.frames(page))
         if self._running.nodes is not None and self._running.nodes.page == page.number:
-            return row.role, sources_now(
-                row, frame.module, module, _AFTER, self._running.nodes, self._running.stack, shown
-            )
+            calls, running = self._running.nodes, self._running.first_nodes()
+            return row.role, sources_now(row, frame.module, module, _AFTER, calls, running, shown)
         graph = next((graph for graph in self._gradients.graphs.of(page.number) if graph.within is None), None)
         return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []
 

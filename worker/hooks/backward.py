@@ -258,9 +258,10 @@ class BackwardHooks:
 
     def begins(self, page: int) -> None:
         """A backward has reached the outputs of the root of the page with this number."""
-        self._backwards.append(page)
-        self._judging.held.backward_begins(page)
-        self.left.backward_begins(page)
+        with self._progress.lock:  # it may raise an alarm, and the hook of another device's gradient as well
+            self._backwards.append(page)
+            self._judging.held.backward_begins(page)
+            self.left.backward_begins(page)
 
     def backward_ends(self) -> None:
         """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.

@@ -40,6 +40,9 @@ class RunningCalls:
         """The outermost call first. The list stays the same."""
         self.depths: list[int] = []
         """For each call on the stack: the number of calls around it, wrappers not counted. The list may be longer."""
+        self.starts: list[tuple[int, int, int]] = []
+        """For each call on the stack: `seq`, `first_node` and `entered` of its ModuleInfo as it began, which a call of
+        the same module within it has changed since. The list may be longer."""
         self.thread = 0
         self.outer_exception: BaseException | None = None
         """The exception that was being handled when the root was called."""
@@ -68,6 +71,10 @@ class RunningCalls:
         """The module whose call began last."""
         return self.stack[-1].ref() if self.stack else None
 
+    def first_nodes(self) -> list[tuple[ModuleInfo, int]]:
+        """Each running call, the outermost first, and the number of the first node that it could make."""
+        return [(info, start[1]) for info, start in zip(self.stack, self.starts, strict=False)]
+
     def parent(self) -> int:
         """The id of the module whose code made the last call: the nearest one around it that is not a wrapper."""
         stack = self.stack
@@ -93,21 +100,24 @@ class RunningCalls:
             self._sharded[root.id] = known
         return known
 
-    def drop_dead(self) -> None:
+    def drop_dead(self, called: torch.nn.Module | None = None) -> None:
         """Clear the stack if an interrupt, or cleared torch hooks, ended a forward without our hooks.
 
-        Slow, and rarely needed.
+        `called`: the module whose call begins, and has no entry yet. Slow, and rarely needed.
         """
         if not self.stack:
             return
         innermost = self.stack[-1].ref()
+        is_own = called is innermost and _this_thread() == self.thread
         # torch does not call `after` when a forward ends with KeyboardInterrupt (_call_impl: `except Exception`), nor
         # when the table of forward hooks was cleared. So the thread's own frames decide: while the innermost call runs,
         # a frame of `_call_impl` has its module.
         frame: FrameType | None = sys._current_frames().get(self.thread)
         while frame is not None:
             if frame.f_code is CALL and frame.f_locals.get("self") is innermost:
-                return
+                if not is_own:
+                    return
+                is_own = False  # the frame of the call that begins: it may have been interrupted before
             frame = frame.f_back
         self.stack.clear()
 
@@ -148,7 +158,8 @@ class GlobalHooks:
         """
         # Global hooks of modules run before those of the module itself (torch/nn/modules/module.py, _call_impl). Of an
         # optimizer the global hook is the first before its step and the last after it (torch/optim/optimizer.py,
-        # profile_hook_step). So the weights are read after other hooks have changed them.
+        # profile_hook_step). So the weights are read after other hooks have changed them. Where others come after the
+        # one before a step, last_pre_hook.py reads the gradients.
         before, after, before_step, after_step = hooks
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
         of_before = torch_module.register_module_forward_pre_hook(before)
@@ -165,6 +176,13 @@ class GlobalHooks:
             (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
         self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
+
+    def are_last_before_step(self, optimizer: Any) -> bool:
+        """Whether no pre-hook of others comes after ours in a step of this optimizer."""
+        if not self.handles:
+            return True
+        last = next(reversed(torch_optimizer._global_optimizer_pre_hooks), None)
+        return last == self.handles[2].id and not optimizer._optimizer_step_pre_hooks
 
     def reinstall(self) -> None:
         """Register cleared hooks again; calls in the meantime were not recorded.

@@ -43,8 +43,8 @@ class GradScalerHooks:
     def __post_init__(self) -> None:
         self._progress, self._judging = self._frames.progress, self._frames.judging
         self._limit = self._progress.settings.scaler_skips
-        self._in_a_row: dict[int, int] = {}
-        """id of an optimizer -> its skipped steps since the last one that was not skipped."""
+        self._in_a_row: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """id of an optimizer -> itself, and its skipped steps since the last one that was not skipped."""
         self._skips = 0
         self._unknown: list[_UnknownStep] = []
         self._wrapped: set[type] = set()
@@ -126,7 +126,7 @@ class GradScalerHooks:
         """
         if not scaler.is_enabled():
             return
-        with self._progress.faults.within("GradScaler"):
+        with self._progress.faults.within("GradScaler"), self._progress.lock:
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             # set on the optimizer by GradScaler.step for its kernel, which then skips the update by itself
@@ -171,7 +171,10 @@ class GradScalerHooks:
         if bad is None:  # it is in no watched module, or unscaling made it non-finite
             without_modes(self._steps.take_scaled_gradients, optimizer)
             bad = self._judging.take_scaled(step)
-        in_a_row = self._in_a_row[id(optimizer)] = self._in_a_row.get(id(optimizer), 0) + 1
+        known = self._in_a_row.get(id(optimizer))
+        # the weak reference tells another optimizer from one that is gone and had the same id
+        in_a_row = (known[1] if known is not None and known[0]() is optimizer else 0) + 1
+        self._in_a_row[id(optimizer)] = weakref.ref(optimizer), in_a_row
         self._skips += 1
         self._progress.fields[HeadField.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:

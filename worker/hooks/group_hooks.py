@@ -17,7 +17,7 @@ from ...core.recorder.group_table import OPERATIONS, GroupPhase
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
-from ..record.group_slots import GroupCall, GroupTable
+from ..record.group_slots import GroupCall, GroupTable, OperationPlace
 
 
 class ReplacedMethod(NamedTuple):
@@ -173,6 +173,7 @@ class GroupHooks:
         groups, ref, operations = self._groups, weakref.ref(group), self._operations
 
         def before(call: Any) -> None:
+            begun: list[OperationPlace | None] = [None]
             try:
                 # A replaced method notes its own operation, and torch calls this hook for it as well, in the same
                 # thread. `threads_inside` keeps it from being counted twice. A thread that is not inside of one comes
@@ -181,14 +182,17 @@ class GroupHooks:
                 if operation is None or group is None or threading.get_ident() in groups.threads_inside:
                     return
                 tensors = call.input_tensors or call.output_tensors
-                place = groups.begin(group, operation, tensors[0] if tensors else None, call.root)
+                place = groups.begin(group, operation, tensors[0] if tensors else None, call.root, begun)
                 if place is not None:
                     groups.leave_phase(place, GroupPhase.ISSUED)
                     if self._send_before is not None:
                         self._send_before()
-            except Exception as error:  # torch would raise it from the script's collective
+            except BaseException as error:  # torch raises it from the script's collective, which has not begun
                 if from_outside(error):
+                    if begun[0] is not None:
+                        groups.take_back(begun[0])
                     raise
+                assert isinstance(error, Exception)
                 self._on_fault(error)
 
         return before

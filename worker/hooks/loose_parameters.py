@@ -19,6 +19,7 @@ from ...core.roles import param_group
 from ..device.device import is_on_device
 from ..record.frame_writer import FrameWriter
 from ..record.tensor_stats import measure
+from .accumulated_gradients import is_offloaded
 
 _MOST_TOLD = 8
 _MANY = 1024
@@ -101,6 +102,8 @@ class LooseReader:
         """Whether the script computes with it: known from its second step on, at once where no module was called."""
         if self._progress.root is None:
             return True
+        if is_offloaded(parameter):  # a hook would cost time, as is_offloaded says; the step has just used its gradient
+            return parameter.grad is not None
         known = self._reached.get(id(parameter))
         if known is None or known.parameter() is not parameter:
             if len(self._reached) >= _MANY:

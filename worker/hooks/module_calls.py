@@ -82,7 +82,7 @@ class ModuleCalls:
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
-        self._stack, self._depths = self._running.stack, self._running.depths
+        self._stack, self._depths, self._starts = self._running.stack, self._running.depths, self._running.starts
         self._graphs, self._around_graphs = self._frames.graphs, self._frames.policy.around
         parts = self._frames.frames
         self._progress, self._roots, self._rows = parts.progress, parts.roots, parts.rows
@@ -93,6 +93,8 @@ class ModuleCalls:
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
         self._last_batch = settings.abort_after_batch
+        self._interrupted: OpenPage | None = None
+        """The page of the hook of ours that a signal's handler has interrupted, and in which it has called the root."""
 
     # -- called by torch ----------------------------------------------------------------------------------------
 
@@ -209,10 +211,12 @@ class ModuleCalls:
         if info is None or info is stack[0] or info.guessed or info.ref() is not module:
             if stack:
                 # the stack may be that of a forward which KeyboardInterrupt has ended
-                self._running.drop_dead()
+                self._running.drop_dead(module)
             if not stack:
+                interrupted = self._recorder.page if self._lock.is_held_here() else None
                 with self._lock:
                     info = self._enter_root(module)
+                self._interrupted = interrupted
             # calls of two threads would be taken for calls within each other: the stack is of the root's thread alone
             elif _this_thread() == self._running.thread:
                 info = self._roots.child(module, stack[0].root, stack[-1])
@@ -239,6 +243,10 @@ class ModuleCalls:
         position = len(stack)
         if position == len(self._depths):
             self._depths.append(0)
+        if position == len(self._starts):
+            self._starts.append((-1, 0, 0))
+        # no call from here to the last one: a handler's module would take this position
+        self._starts[position] = info.seq, info.first_node, info.entered
         if position:
             self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
         # after all that may fail: without an entry `after` records nothing of this call
@@ -323,6 +331,7 @@ class ModuleCalls:
         # A forward may also return None. The exception that is handled tells the two apart, unless the script called
         # the root in an `except` block: that one is not of this call.
         raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
+        info.seq, info.first_node, info.entered = self._starts[len(stack) - 1]
         if running.nodes is not None:
             # our own operations make no node, since they run with gradients off: the number is still that of the
             # script's next
@@ -375,6 +384,7 @@ class ModuleCalls:
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
         is_again, nodes = self._running.phase is FramePhase.RECOMPUTE, self._running.nodes
         self._global.reinstall()  # the script may have cleared the tables within the forward
+        interrupted, self._interrupted = self._interrupted, None
         with self._lock:
             self._graphs.record()  # while the page is open: these are its last frames
             page = self._recorder.page
@@ -391,6 +401,9 @@ class ModuleCalls:
             self._running.nodes = None
             if self._explainer.keeps_roots and not (raised or is_again):
                 self._explainer.root_returned(info, args, kwargs)
+            if interrupted is not None:  # the hook goes on to write there
+                self._progress.resume(interrupted)
+                self._rows.begin_page(interrupted.batch)
         self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
         self._fields[HeadField.SEQ] = issued()
         if raised or is_again:

@@ -13,7 +13,7 @@ from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group
-from ..compile.attach import CompiledRegions
+from ..compile.attach import CompiledRegions, apart_from_dynamo
 from ..device.device import is_on_device, without_modes
 from ..patches import PatchLedger
 from ..record.bad_elements import KeptSummands
@@ -24,6 +24,7 @@ from ..record.rows import RecordedRow
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
+from .last_pre_hook import LastPreHook
 from .loose_parameters import Loose, LooseReader
 from .optimizer_steps import ModuleParameters, OptimizerSteps, by_module, has_gradient
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
@@ -53,6 +54,7 @@ class OptimizerHooks:
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
         self.steps = OptimizerSteps(self._frames)
+        self._last_hook = LastPreHook(apart_from_dynamo(self.right_before))
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
         self._loose: Loose = []
@@ -66,14 +68,15 @@ class OptimizerHooks:
     def attach(self, patches: PatchLedger) -> None:
         """See the steps of RPC as well, which torch's hooks do not see."""
         patches.at_undo(self._loose_reader.detach)
+        patches.at_undo(self._last_hook.detach)
         self._of_rpc.attach(patches)
 
     # -- before -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+        """A step begins. Records the gradients, or has `right_before` do it after the pre-hooks of others.
 
-        Returns new arguments for the step if its closure must be guarded, else None.
+        Raises OverflowDetected if the job is to end. Returns what `right_before` returns.
         """
         if torch.compiler.is_compiling():
             return None
@@ -90,6 +93,20 @@ class OptimizerHooks:
         self.steps.begins(optimizer)
         self._grouped, self._loose = None, []
         self.found_inf = getattr(optimizer, "found_inf", None)
+        with self._before_faults:
+            self._last_hook.take(optimizer)
+            if not self._global.are_last_before_step(optimizer):
+                self._last_hook.put(optimizer)
+                return None
+        return self.right_before(optimizer, args, kwargs)
+
+    def right_before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Record the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+
+        Returns new arguments for the step if its closure must be guarded, else None.
+        """
+        if torch.compiler.is_compiling():
+            return None
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
 
@@ -195,6 +212,8 @@ class OptimizerHooks:
         """Record the weights. Raises OverflowDetected if the job is to end."""
         if torch.compiler.is_compiling():
             return
+        with self._after_faults:
+            self._last_hook.take(optimizer)
         self._step_ended(optimizer)
         self._judging.raise_pending()
 
@@ -255,40 +274,33 @@ class OptimizerHooks:
             for page, info, parameters in self._with_pages(grouped):
                 self.steps.put_low_precision(optimizer, page, info, parameters)
 
-    def read_states(self) -> None:
-        """Read the states of low precision after the last step so far. Waits for no device, and raises nothing."""
-        states, recorder = self.steps.states, self._recorder
-        with self._after_faults, self._progress.lock:
-            if self._rows.is_capturing:
-                return
-            current = recorder.page
-            for optimizer in states.unread():
-                without_modes(self._record_states, optimizer, by_module(self._roots, optimizer))
-            self._rows.flush()
-            if current is None:
-                recorder.pause_page()
-            else:
-                recorder.resume_page(current)
-            for name, steps in states.take_gone():
-                recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
-
-    def read_changed_weights(self) -> None:
-        """Read the weights that have changed since they were last read. Waits for no device, and raises nothing.
+    def read_the_rest(self) -> None:
+        """Read the weights and the states that no hook has read so far. Waits for no device, and raises nothing.
 
         No forward follows the last batch. A step that torch.compile made a graph of calls no hook, and neither does a
         script that changes its weights itself: what these leave behind would be read by nobody.
         """
+        if self._rows.is_capturing:
+            return
+        for read in (self._record_unread_states, self._record_changed_weights):
+            with self._after_faults, self._progress.lock:
+                with self._recorder.aside():
+                    without_modes(read)
+                    self._rows.flush()
         with self._after_faults, self._progress.lock:
-            if self._weights and not self._rows.is_capturing:
-                current = self._recorder.page
-                without_modes(self._record_changed_weights)
-                self._rows.flush()
-                if current is None:
-                    self._recorder.pause_page()
-                else:
-                    self._recorder.resume_page(current)
+            self._rows.look_at_unfinished()
+            for name, steps in self.steps.states.take_gone():
+                self._recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
+
+    def _record_unread_states(self) -> None:
+        """Those of low precision after the last step so far."""
+        for optimizer in self.steps.states.unread():
+            self._record_states(optimizer, by_module(self._roots, optimizer))
 
     def _record_changed_weights(self) -> None:
+        """Those that have changed since they were last read."""
+        if not self._weights:
+            return
         changed: ModuleParameters = {}
         for held, info, name in list(self._roots.parameters.values()):
             parameter = held()

@@ -199,20 +199,16 @@ class OptimizerSteps:
         self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str, without: frozenset[int]
     ) -> None:
         recorder = self._progress.recorder
-        current = recorder.page
-        recorder.resume_page(page)
-        parameters = [each for name, each in by_module(self._roots, optimizer).get(info, ()) if name == role]
-        packed = [
-            row.packed
-            for parameter in parameters
-            for row in self.beside(info, role, optimizer, parameter, id(parameter) not in without)
-        ]
-        if packed:
-            self._frames.put_unjudged(info.id, FramePhase.OPTIMIZER, frame.seq, packed)
-        if current is None:
-            recorder.pause_page()
-        else:
-            recorder.resume_page(current)
+        with recorder.aside():
+            recorder.resume_page(page)
+            parameters = [each for name, each in by_module(self._roots, optimizer).get(info, ()) if name == role]
+            packed = [
+                row.packed
+                for parameter in parameters
+                for row in self.beside(info, role, optimizer, parameter, id(parameter) not in without)
+            ]
+            if packed:
+                self._frames.put_unjudged(info.id, FramePhase.OPTIMIZER, frame.seq, packed)
 
 
 def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> ModuleParameters:

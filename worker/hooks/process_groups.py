@@ -35,6 +35,10 @@ except ImportError:  # gpuwatch was installed without a C compiler
     LAYOUT, GroupWriter = {}, None  # type: ignore[assignment,misc]
 
 
+_Begun = list[OperationPlace | None]
+"""The last item: see GroupTable.begin."""
+
+
 class CollectivePatches:
     """The replaced methods. `attach` puts them in place, `detach` takes them away."""
 
@@ -161,27 +165,40 @@ class CollectivePatches:
         begin, finish = self._begin_of(method), self._finish_of(method)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            place = None
+            place: OperationPlace | None = None
+            begun: _Begun = [None]
+            thread = get_ident()
             try:
-                place = begin(self, args)
-            except Exception as error:
-                if from_outside(error):
-                    raise
-                on_fault(error)
+                try:
+                    place = begin(self, args, begun)
+                except Exception as error:
+                    if from_outside(error):
+                        raise
+                    on_fault(error)
+                if place is not None:
+                    groups.threads_inside.add(thread)
+            # what a signal's handler raises: the script's call is not made
+            except BaseException:
+                groups.threads_inside.discard(thread)
+                if begun[0] is not None:
+                    groups.take_back(begun[0])
+                raise
             if place is None:
                 return before(self, *args, **kwargs)
             # Between the two lists of notes the script's collective runs as it would without us: outside of any `try`
-            # that could end its error. It may block for minutes, or raise, or be left by a signal's handler.
-            groups.threads_inside.add(get_ident())
+            # that could end its error. It may block for minutes, or raise, or be left by a signal's handler. No call
+            # lies between the last `try` and this one, so no handler runs there.
             try:
                 result = before(self, *args, **kwargs)
             # also KeyboardInterrupt: a rank that left a collective no longer waits in it
             except BaseException:
                 with suppress_own(Exception):  # the error of the call is raised
                     groups.leave_phase(place, GroupPhase.FAILED)
+                    if place.number > 0 and method.call == GroupCall.COLLECTIVE:
+                        groups.count_again(place, self)  # torch may have refused it
                 raise
             finally:
-                groups.threads_inside.discard(get_ident())
+                groups.threads_inside.discard(thread)
             try:
                 finish(place, self, result)
             except Exception as error:
@@ -192,12 +209,12 @@ class CollectivePatches:
 
         return _named(call, method.name, before)
 
-    def _begin_of(self, method: ReplacedMethod) -> Callable[[Any, tuple[Any, ...]], OperationPlace | None]:
+    def _begin_of(self, method: ReplacedMethod) -> Callable[[Any, tuple[Any, ...], _Begun], OperationPlace | None]:
         groups, code = self._groups, OPERATIONS.index(method.operation)
         if method.call in (GroupCall.WAIT, GroupCall.BLOCK):
-            return lambda work, args: groups.waits_for(work)
+            return lambda work, args, begun: groups.waits_for(work)
 
-        def begin(group: Any, args: tuple[Any, ...]) -> OperationPlace | None:
+        def begin(group: Any, args: tuple[Any, ...], begun: _Begun) -> OperationPlace | None:
             if method.tensor >= len(args):  # called with keywords: only the group's own counter counts it
                 return None
             tensor = args[method.tensor] if method.tensor >= 0 else None
@@ -210,7 +227,7 @@ class CollectivePatches:
                 place = groups.begin_p2p(group, code, tensor, peer, tag)
             else:
                 root = getattr(args[-1], "rootRank", -1) if method.is_rooted else -1
-                place = groups.begin(group, code, tensor, root)
+                place = groups.begin(group, code, tensor, root, begun)
             if place is not None and self._passed is not None:
                 # before the call: a collective such as all_reduce writes its result over its input
                 self._look_at_inputs(self._passed, place, group, method, args)

@@ -50,9 +50,12 @@ static int note_call(GroupHook *self, PyObject *group, PyObject *call)
     if (noted == 0)
         noted = begin_collective(self->writer, group, operation, tensor, integer_of(call, s_root, &root) ? root : -1, &place);
     Py_XDECREF(tensor);
-    if (noted > 0)
-        noted = leave_phase(self->writer, &place, GROUP_ISSUED);
-    return noted > 0 ? tell_before(self->writer) : noted;
+    if (noted <= 0)
+        return noted;
+    noted = leave_phase(self->writer, &place, GROUP_ISSUED) < 0 ? -1 : tell_before(self->writer);
+    if (noted < 0 && !is_own_error()) /* torch raises it from the collective, which then is not issued */
+        take_back(self->writer, &place);
+    return noted;
 }
 
 /* Raises what is not gpuwatch's own: torch raises it from the script's collective, which has not begun. */

@@ -145,11 +145,13 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
     return issued_work(writer, place, result);
 }
 
-static void note_failure(GroupMethod *self, const Place *place)
+static void note_failure(GroupMethod *self, PyObject *object, const Place *place)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised; none may be set while the note is made */
     if (leave_phase(self->writer, place, GROUP_FAILED) < 0)
+        drop_error();
+    if (self->call == CALL_COLLECTIVE && count_again(self->writer, place, object) < 0) /* torch may have refused it */
         drop_error();
     PyErr_Restore(type, value, trace);
 }
@@ -170,7 +172,7 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
     calls_inside -= noted > 0;
     if (noted > 0) {
         if (result == NULL)
-            note_failure(self, &place);
+            note_failure(self, args[0], &place);
         else if (finish(self, args[0], result, &place) < 0)
             tell_fault(self->writer);
     }

@@ -180,7 +180,8 @@ static int look(GroupWriter *self, PyObject *group, PyObject *tensor, Begun *new
     new->slot = find_slot(self, group);
     if (new->slot < 0)
         return new->slot + 1;
-    if (counted_by(self, group, &new->counted) < 0 || describe(self, tensor, &new->dtype, &new->elements) < 0)
+    /* the counter comes last: a signal's handler may communicate where Python runs */
+    if (describe(self, tensor, &new->dtype, &new->elements) < 0 || counted_by(self, group, &new->counted) < 0)
         return -1;
     new->fields = borrow_slot(self, new->slot, &new->memory);
     return new->fields == NULL ? -1 : 1;
@@ -197,7 +198,8 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     const int64_t unseen = new.counted - fields[G_COUNTED];
     const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
     int64_t *recent = operation_of(fields, number);
-    fields[G_COUNTED] = new.counted + 1;
+    /* one that has begun and is not issued yet, in another thread or where a handler has interrupted it, is counted here only */
+    fields[G_COUNTED] = (unseen > 0 ? new.counted : fields[G_COUNTED]) + 1;
     recent[0] = number;
     recent[1] = what_of(operation, new.dtype, root);
     recent[2] = new.elements;
@@ -339,6 +341,22 @@ int leave_phase(GroupWriter *self, const Place *place, int64_t phase)
     publish(&fields[G_STATE], phase == GROUP_ISSUED && fields[G_AFTER] != 0 ? fields[G_AFTER] : phase);
     PyBuffer_Release(&memory);
     return 1;
+}
+
+void take_back(GroupWriter *self, const Place *place)
+{
+    Py_buffer memory;
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace); /* no function of CPython may be called while an exception is set */
+    int64_t *fields = borrow_place(self, place, &memory);
+    if (fields != NULL) {
+        fields[G_BEGUN]--;
+        fields[G_COUNTED]--;
+        publish(&fields[G_STATE], fields[G_AFTER]);
+        PyBuffer_Release(&memory);
+    }
+    drop_error();
+    PyErr_Restore(type, error, trace);
 }
 
 int count_again(GroupWriter *self, const Place *place, PyObject *group)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.preflight import BandwidthRow
-from ..device.accelerator import accelerator_of
+from ..device.accelerator import tested_device
 from .blame.odd_ranks import size_text
 from .group_collectives import GroupCollectives
 from .steps import LinkSpeed, RankMeasurements
@@ -39,7 +39,7 @@ def measure(group: GroupCollectives, largest_bytes: int = 0) -> RankMeasurements
 
     Polling does not affect the times: on CUDA the device's own clock measures them.
     """
-    largest = largest_bytes or accelerator_of(group.device).sizes.all_reduce
+    largest = largest_bytes or tested_device(group.device).sizes.all_reduce
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
@@ -151,5 +151,5 @@ def _timed(group: GroupCollectives, name: str, call: Callable[[], object], repea
         for _ in range(repeats):
             call()
 
-    accelerator = accelerator_of(group.device)
-    return accelerator.timed(repeated, group.deadline, lambda: group.too_late(name)) / repeats
+    tested = tested_device(group.device)
+    return tested.timed(repeated, group.deadline, lambda: group.too_late(name)) / repeats

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from ...core.text import MemoryAmount
-from ..device.accelerator import accelerator_of
+from ..device.accelerator import gpu_of, tested_device
 from .probe_child import ProbeFailure
 from .steps import ComputeResult
 
@@ -47,11 +47,11 @@ def allocate(
     that use the same GPU.
     """
     scarce = next_ = ""
-    accelerator = accelerator_of(device)
-    sizes = accelerator.sizes
-    accelerator.use(device)
-    accelerator.release_cache()  # memory that an earlier test left in torch's cache is free, too
-    free, total = accelerator.memory(device)
+    tested = tested_device(device)
+    sizes = tested.sizes
+    tested.use(device)
+    tested.release_cache()  # memory that an earlier test left in torch's cache is free, too
+    free, total = tested.memory(device)
     if free < total * sizes.least_free:
         scarce = f"only {_mib(free)} of {_mib(total)} free on {device}: others hold the rest"
         next_ = (
@@ -72,18 +72,18 @@ def allocate(
         had = largest_block(lambda size: _can_have(size, device), min(free, wanted))
         raise ProbeFailure(
             f"{_mib(wanted)} could not be allocated on {device}: the largest available block was {_mib(had)}, "
-            f"and the {accelerator.reporter} reports {_mib(free)} free",
-            next=accelerator.if_out_of_memory,
+            f"and the {tested.reporter} reports {_mib(free)} free",
+            next=tested.if_out_of_memory,
         ) from error
     if wrong:
         raise ProbeFailure(
             f"{wrong} of {count} words read back from {device} are not what was written",
-            next=accelerator.if_memory_is_bad,
+            next=tested.if_memory_is_bad,
         )
     del block
     detail = f"{_mib(wanted)} written and read back on {device}"
     if not quick:
-        most = free // sharers if accelerator.is_gpu else free
+        most = free // sharers if gpu_of(device) is not None else free
         had = max(wanted, largest_block(lambda size: _can_have(size, device), most))
         detail += f"; largest block {_mib(had)} of {_mib(free)} free"
     return AllocationResult(detail, scarce, next_)
@@ -136,7 +136,7 @@ def _can_have(size: int, device: torch.device) -> bool:
             raise
         return False
     finally:
-        accelerator_of(device).release_cache()  # else the last block is in the way of the next, larger one
+        tested_device(device).release_cache()  # else the last block is in the way of the next, larger one
     return True
 
 
@@ -151,15 +151,16 @@ _SEED = 26480
 
 def compute(device: torch.device) -> ComputeResult:
     """Multiply several times. Raises ProbeFailure if the results of this device differ."""
-    accelerator = accelerator_of(device)
-    sizes = accelerator.sizes
-    accelerator.prepare_matmul(device)
+    tested = tested_device(device)
+    sizes = tested.sizes
+    tested.use(device)
+    tested.prepare_matmul()
     first, second = (seeded(sizes.matmul, device, seed).to(sizes.matmul_dtype) for seed in (_SEED, _SEED + 1))
     product, again = torch.empty_like(first), torch.empty_like(first)
     torch.matmul(first, second, out=product)  # also the warm-up, in which the library selects its kernel
     times: list[float] = []
     for number in range(sizes.repeats):
-        times.append(accelerator.timed(partial(torch.matmul, first, second, out=again), None, TimeoutError) * 1e3)
+        times.append(tested.timed(partial(torch.matmul, first, second, out=again), None, TimeoutError) * 1e3)
         if _differing(again, product):
             raise ProbeFailure(
                 f"the same matmul on {device} gave different bits when it was repeated ({_differing(again, product)} "
@@ -168,8 +169,9 @@ def compute(device: torch.device) -> ComputeResult:
             )
         if sum(times) > sizes.most_s * 1e3:
             break
-    uuid = accelerator.uuid(accelerator.current())
-    return ComputeResult(digest_of(product), round(accelerator.typical(times), 4), accelerator.kernels(device), uuid)
+    gpu = gpu_of(device)
+    uuid = gpu.uuid(gpu.current()) if gpu is not None else ""
+    return ComputeResult(digest_of(product), round(tested.typical(times), 4), tested.kernels(device), uuid)
 
 
 def seeded(size: int, device: torch.device, seed: int) -> torch.Tensor:

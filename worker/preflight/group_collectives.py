@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.text import ranks_text
-from ..device.accelerator import accelerator_of
+from ..device.accelerator import gpu_of, tested_device
 from .blame.group_blame import RankVote, VoteResult, judge, judge_sums_of_pairs
 from .blame.pairs import ROUNDS, blame, next_pairs
 from .probe_child import ProbeFailure
@@ -63,9 +63,9 @@ def join(
     """
     deadline = time.monotonic() + timeout_s
     say("init")
-    accelerator = accelerator_of(device)
-    accelerator.use(device)
-    if accelerator.is_gpu:
+    tested, is_gpu = tested_device(device), gpu_of(device) is not None
+    tested.use(device)
+    if is_gpu:
         _set_up_nccl()
     ready = PrefixStore("ready", store)
     ready.set(str(rank), "")
@@ -74,14 +74,14 @@ def join(
     limit_s = left_s(deadline)
 
     def make() -> None:
-        accelerator.use(device)  # every thread has its own current device
+        tested.use(device)  # every thread has its own current device
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=limit_s * _WATCHDOG if accelerator.is_gpu else limit_s),
-            device_id=device if accelerator.is_gpu else None,
+            timeout=timedelta(seconds=limit_s * _WATCHDOG if is_gpu else limit_s),
+            device_id=device if is_gpu else None,
         )
 
     _in_time(make, limit_s, f"{backend} had not connected {len(ranks)} ranks")
@@ -224,7 +224,7 @@ def _vote(group: GroupCollectives) -> RankVote:
     broadcast_errors = _broadcast_errors(group)
     group.say("barrier")
     group.store.add("entered", 1)
-    group.run("barrier", device_ids=[group.device.index] if accelerator_of(group.device).is_gpu else None)
+    group.run("barrier", device_ids=[group.device.index] if gpu_of(group.device) is not None else None)
     entered, count = group.store.add("entered", 0), len(group.ranks)
     early = f"{entered} of {count} ranks had reached it" if entered < count else ""
     return RankVote(error, gather_errors, broadcast_errors, early)

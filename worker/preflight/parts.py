@@ -26,7 +26,7 @@ from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
-from ..device.accelerator import accelerator_of, gpu_in_use
+from ..device.accelerator import gpu_in_use, gpu_of
 from .bandwidth import measure
 from .blame.known_errors import explain
 from .device_tests import AllocationResult, allocate, compute
@@ -144,8 +144,8 @@ class RankTests:
             return RankStepReport(detail="no GPU in use")
 
         thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
-        accelerator = accelerator_of(self.device)
-        load = partial(accelerator.load, self.device.index) if accelerator.is_gpu else None
+        gpu = gpu_of(self.device)
+        load = partial(gpu.load, self.device.index) if gpu is not None else None
         test = partial(check_health, uuid, me.rank, self.facts.host, thresholds, share_s, load)
         ending = self.child.run(test, deadline_s)
         if ending.kind == "ok":

@@ -51,7 +51,7 @@ class FrameWriter:
         depth: int = 0,
         entered: int = -1,
     ) -> int:
-        """Write a frame into the open page `page`. Returns the frame's index in the page.
+        """Write a frame into `page`, which is open. Returns the frame's index in the page.
 
         `entered` is the number of collectives issued before the call began, -1 if it is not known.
         """

@@ -25,10 +25,10 @@ from .tensor_stats import CODES
 
 _modules = sys.modules
 _now = time.monotonic_ns
-_pack_move, _pack_operation, _what_of = table.MOVE.pack_into, table.OPERATION.pack_into, table.what_of
+_pack_operation, _what_of = table.OPERATION.pack_into, table.what_of
 _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
 _ISSUING, _WAITING = int(GroupPhase.ISSUING), int(GroupPhase.WAITING)
-_MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
+_P2P, _RING_MASK, _AT = int(GroupField.P2P), table.RECENT - 1, int(GroupField.AT)
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
 _AFTER = int(GroupField.AFTER)
@@ -151,7 +151,7 @@ class GroupTable:
         for group in module._pg_map:
             slot = self.slot_of(group)
             if slot is not None:
-                self._count_unseen(slot, group._get_sequence_number_for_group())
+                self._count_unseen(slot, group)
 
     def slot_of(self, group: Any) -> GroupSlot | None:
         """A group's slot. A new group gets a free one, if there is one."""
@@ -184,41 +184,70 @@ class GroupTable:
         return slot
 
     # -- what worker/native/group_writer.c does likewise --------------------------------------------------------
+    #
+    # A signal's handler may raise, or communicate, when a call has returned and where a function begins: so what must
+    # fit together is written without a call in between (see core/recorder/writer.py).
 
-    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> OperationPlace | None:
-        """A collective begins. Returns its slot and number; None if the group is not shown."""
+    def begin(
+        self, group: Any, operation: int, tensor: Any, root: int = -1, begun: list[OperationPlace | None] | None = None
+    ) -> OperationPlace | None:
+        """A collective begins. Returns its slot and number; None if the group is not shown.
+
+        `begun` gets the same as its last item in the moment in which it is counted: see `take_back`.
+        """
         slot = self._slots.get(id(group))
         if slot is None or slot.group() is not group:
             slot = self.slot_of(group)
             if slot is None:
                 return None
-        # The group's own counter also counts what C++ has issued since this table last looked: those come before this
-        # one. The call that follows raises it by one, which `_COUNTED` has already.
-        counted = group._get_sequence_number_for_group()
         fields, field = self._fields, slot.field
-        number = fields[field + _BEGUN] + 1 + max(0, counted - fields[field + _COUNTED])
-        fields[field + _COUNTED] = counted + 1
         dtype, elements = described(tensor)
-        at = slot.at
-        place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
-        now = _now()
-        # first the operation, then the number that leads a reader of the other process to it
-        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements, now, 0)
-        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, now)
-        return OperationPlace(slot, number, operation=operation, root=root)
+        what, now = _what_of(operation, dtype, root), _now()
+        begun = [None] if begun is None else begun
+        while True:
+            # The group's own counter also counts what C++ has issued since this table last looked: those come before
+            # this one. The call that follows raises it by one, which `_COUNTED` has already.
+            before = fields[field + _BEGUN]
+            counted = group._get_sequence_number_for_group()
+            number = before + 1 + max(0, counted - fields[field + _COUNTED])
+            # one that has begun and is not issued yet, in another thread or where a handler has interrupted it, is
+            # counted here and not there
+            noted = max(counted, fields[field + _COUNTED]) + 1
+            place = OperationPlace(slot, number, operation=operation, root=root)
+            # first the operation, then the number that leads a reader of the other process to it
+            at = slot.at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
+            _pack_operation(self._view, at, number, what, elements, now, 0)
+            if fields[field + _BEGUN] == before:  # no handler has begun another one: without a call from here on
+                fields[field + _COUNTED] = noted
+                fields[field + _BEGUN] = fields[field + _AT] = number
+                fields[field + _SINCE] = now
+                fields[field + _STATE] = _ISSUING
+                begun[-1] = place
+                return place
+
+    def take_back(self, place: OperationPlace) -> None:
+        """A signal's handler has raised before the operation was issued: the other ranks do not count it either."""
+        if place.number > 0:
+            fields, field = self._fields, place.slot.field
+            fields[field + _BEGUN] -= 1
+            fields[field + _COUNTED] -= 1
+            fields[field + _STATE] = fields[field + _AFTER]
 
     def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> OperationPlace | None:
         """A send or a receive begins."""
         slot = self.slot_of(group)
         if slot is None:
             return None
-        self._count_unseen(slot, group._get_sequence_number_for_group())
-        fields = self._fields
-        at = slot.field + _P2P
-        number = fields[at] = fields[at] + 1
-        dtype, fields[at + 2] = described(tensor)
-        fields[at + 1] = _what_of(operation, dtype, peer)
-        _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
+        self._count_unseen(slot, group)
+        fields, field = self._fields, slot.field
+        dtype, elements = described(tensor)
+        what, now = _what_of(operation, dtype, peer), _now()
+        number = fields[field + _P2P] + 1  # without a call from here on
+        fields[field + _P2P] = number
+        fields[field + _P2P + 1], fields[field + _P2P + 2] = what, elements
+        fields[field + _AT] = -number
+        fields[field + _SINCE] = now
+        fields[field + _STATE] = _ISSUING
         return OperationPlace(slot, -number, self.messages.begun(slot.number, operation, peer, tag), operation)
 
     def waits_for(self, work: Any) -> OperationPlace | None:
@@ -229,7 +258,10 @@ class GroupTable:
             return None
         place = entry[1]
         slot = place.slot
-        _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, place.number, _now())
+        fields, field, now = self._fields, slot.field, _now()
+        fields[field + _AT] = place.number
+        fields[field + _SINCE] = now
+        fields[field + _STATE] = _WAITING
         return place
 
     def issued(self, place: OperationPlace, work: Any) -> None:
@@ -304,7 +336,7 @@ class GroupTable:
             self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
             self._fields[slot.field + GroupField.AFTER] = GroupPhase.ON_DEVICE if self.sees_all else GroupPhase.NONE
             answer_about_nccl(self._folder, self._header[HeadField.RANK], self._header[HeadField.ATTEMPT])
-        self._count_unseen(slot, group._get_sequence_number_for_group())
+        self._count_unseen(slot, group)
         # last: the agent reads the slot from then on
         self._fields[slot.field + GroupField.USED] = 1
 
@@ -321,9 +353,13 @@ class GroupTable:
         data = text.encode("utf-8", "replace")[:most]
         self._view[at : at + len(data)] = data
 
-    def _count_unseen(self, slot: GroupSlot, counted: int) -> None:
+    def _count_unseen(self, slot: GroupSlot, group: Any) -> None:
         """Count the operations that torch has issued without Python."""
         fields, field = self._fields, slot.field
+        before = fields[field + _BEGUN]
+        counted = group._get_sequence_number_for_group()
+        if fields[field + _BEGUN] != before:  # a handler has begun some meanwhile, and counted those as well
+            return
         unseen = counted - fields[field + _COUNTED]
         # below 0 is what `begin` has counted in advance, of a call that has not come to its end
         if unseen > 0:

@@ -146,6 +146,20 @@ class PassedValues:
         closer: Callable[[], CloserLook] = lambda: NO_LOOK,
     ) -> None:
         """Record it, unless enough of its kind were recorded. `where`: its place in the run; None: now."""
+        with self._progress.lock:  # DDP reduces in the threads of autograd
+            self._report(passing, came_out, given, flags, dtype, elements, where, closer)
+
+    def _report(
+        self,
+        passing: NotedOperation,
+        came_out: bool,
+        given: PassedLook,
+        flags: int,
+        dtype: int,
+        elements: int,
+        where: RunPosition | None,
+        closer: Callable[[], CloserLook],
+    ) -> None:
         group, operation, number, peer, tag = passing
         key = (operation, group.number, peer, came_out, dtype, elements)
         if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:

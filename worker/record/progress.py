@@ -67,6 +67,10 @@ class RecorderLock(WriterLock):
     calls Python to read tensors on a device.
     """
 
+    def is_held_here(self) -> bool:
+        """Whether this thread has it: then this is a signal's handler, which has interrupted what writes."""
+        return bool(self.mutex._is_owned())
+
     def comes_free(self, seconds: float) -> bool:
         """Whether this thread could have it within so long."""
         if not self.mutex.acquire(timeout=seconds):
@@ -232,20 +236,28 @@ class RunProgress:
         """This batch is skipped (`--every`)."""
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
-        self._kept: BaseException | None = None
+        self._kept: list[BaseException] = []
         self._unseen: set[str] = set()
         self._meshes: list[dict[str, int]] = []
 
     def keep(self, error: BaseException) -> None:
         """Have the next hook raise what a signal's handler has raised, where torch would silence it."""
-        self._kept = error
+        self._kept.append(error)
 
     def raise_kept(self) -> None:
-        """Raise it."""
-        if self._kept is not None:
+        """Raise it. If there are several, each is raised while the one before is.
+
+        So does Python if a handler raises again before anybody has handled what it raised first: the script gets the
+        last one, and the others are in its `__context__`.
+        """
+        if self._kept:
             # taken out before it is raised: raised twice, it would end what the script does to handle it
-            error, self._kept = self._kept, None
-            raise error
+            error = self._kept[0]
+            del self._kept[0]
+            try:
+                raise error
+            finally:
+                self.raise_kept()
 
     def note_mesh(self, mesh: Any) -> None:
         """Record where the rank is in a new DeviceMesh; a slice of a known one says nothing new."""

@@ -34,6 +34,7 @@ from .tensor_stats import (
     hides_floats,
     in_memory,
     is_foreign,
+    is_unfinished,
     measure,
     place_of,
     stats_in_memory,
@@ -43,6 +44,8 @@ from .tensor_stats import (
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""
+_MOST_UNFINISHED = 64
+"""Results of collectives in one batch that are looked at again."""
 COUNT_EVERY = 10
 """Zeros and subnormals are counted in one of this many batches."""
 
@@ -137,6 +140,8 @@ class RowWriter(DeviceRows):
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
         self._unmeasured_told = False
+        self._unfinished: list[tuple[weakref.ref[Any], int]] = []
+        """(tensor, slot of its row) of results of collectives that were not there: see `is_unfinished`."""
         self._gathered: dict[int, bool] = {}
         """By slot of a weight that cannot be read: see `_is_gathered`."""
         self._first_after = 0
@@ -144,6 +149,8 @@ class RowWriter(DeviceRows):
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
+        if self._unfinished:
+            self.look_at_unfinished()
         # addresses and ids are used again in the next batch
         self.seen.clear()
         self.by_memory.clear()
@@ -285,6 +292,8 @@ class RowWriter(DeviceRows):
         else:
             row = self._row(slot, leaf, mark)
         packed, flags, _, high, meta, _ = row
+        if packed[4] == _NOT_MEASURABLE and is_unfinished(leaf):
+            return row  # it is read where it is used
         address = memory[0] if memory is not None and meta == PENDING else 0
         seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta, address)
         self.seen[key] = seen
@@ -455,13 +464,35 @@ class RowWriter(DeviceRows):
         """
         if self._unmeasured_told or mark & _IGNORED:
             return
+        if is_unfinished(tensor) and len(self._unfinished) < _MOST_UNFINISHED:
+            self._unfinished.append((_ref(tensor), slot))
+            return
         names = self._recorder.names
-        role, module = names.slots[slot].role, names.modules[names.slots[slot].module]
+        role = names.slots[slot].role
         is_frozen = parse_role(role).kind is RoleKind.WEIGHT and not tensor.requires_grad
         if not is_frozen and not self._is_gathered(slot, info) and hides_floats(tensor):
+            self._tell_unmeasured(slot, tensor)
+
+    def _tell_unmeasured(self, slot: int, tensor: torch.Tensor) -> None:
+        if not self._unmeasured_told:
             self._unmeasured_told = True
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            names, dtype = self._recorder.names, str(tensor.dtype).removeprefix("torch.")
+            role, module = names.slots[slot].role, names.modules[names.slots[slot].module]
             self._recorder.append(UnmeasuredTensor(self._where(), module.name, module.cls, role, dtype))
+
+    def look_at_unfinished(self) -> None:
+        """Look again at results that were not there when their module returned. Waits for none of them.
+
+        A result that is gone was used by something that has waited for it, and whose rows show it. So is one on a
+        device for which the script has waited. One that is bad, or that nobody has waited for, counts as not measured.
+        """
+        unfinished, self._unfinished = self._unfinished, []
+        for ref, slot in unfinished:
+            tensor = ref()
+            if tensor is not None and (
+                is_unfinished(tensor) or (not is_on_device(tensor) and measure(tensor).meta & 0xFF)
+            ):
+                self._tell_unmeasured(slot, tensor)
 
     def _is_gathered(self, slot: int, info: ModuleInfo | None) -> bool:
         """Whether FSDP2 makes a weight of this slot in each forward, of shards that can be read."""

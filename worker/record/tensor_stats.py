@@ -333,6 +333,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_unfinished(tensor: torch.Tensor) -> bool:
+    """Whether a collective may still write into it, and the script has not waited for that yet.
+
+    A wait of ours would take away what the script does meanwhile: and another rank may take part in the collective only
+    after that. torch has a class for such results: AsyncCollectiveTensor (torch/distributed/_functional_collectives.py)
+    """
+    if type(tensor) is _TENSOR or type(tensor) is _PARAMETER:
+        return False
+    tensor = local_part(unwrapped(tensor))
+    return hasattr(tensor, "trigger_wait") and not getattr(tensor, "completed", False)
+
+
+def wait_for(tensor: torch.Tensor) -> None:
+    """Wait for the collective that writes into a tensor, if any."""
+    if is_unfinished(tensor):
+        local_part(unwrapped(tensor)).trigger_wait()  # type: ignore[attr-defined]  # AsyncCollectiveTensor
+
+
 def sole_inner(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a wrapper of the script's class holds the numbers in, as torchao's weights do; else None.
 
@@ -364,13 +382,14 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
     shard. A wrapper: see `sole_inner`. Complex: the magnitudes. float8: converted to float32, which is exact. Under
-    vmap: those of all calls.
+    vmap: those of all calls. None for one that `is_unfinished`.
     """
     if tensor.device.type == "meta":
         return None
     tensor = local_part(unwrapped(tensor))
-    if hasattr(tensor, "trigger_wait"):  # a collective of torch.distributed may not have filled it yet
-        # torch/distributed/_functional_collectives.py, AsyncCollectiveTensor
+    if is_unfinished(tensor):
+        return None
+    if hasattr(tensor, "trigger_wait"):  # the script has waited for it: this returns the tensor in it
         tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":

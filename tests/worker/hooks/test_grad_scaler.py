@@ -139,6 +139,19 @@ def test_steps_are_counted_for_each_optimizer(watch):
     assert [a.where.batch for a in watched.anomalies] == [2, 3]
 
 
+def test_another_optimizer_with_the_id_of_one_that_is_gone_begins_anew(watch):
+    watched = watch()
+    model, kept = net(), watched.hooks._scalers._in_a_row
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    train(GradScaler("cpu", init_scale=2.0**20), first, model, [INF])
+    # Python may give the second one the address of the first, which is its id
+    kept[id(second)] = kept.pop(id(first))
+    del first
+    train(GradScaler("cpu", init_scale=2.0**20), second, model, [INF])
+    assert [skip.in_a_row for skip in watched.of(ScalerSkip)] == [1, 1]
+    assert watched.faults == []
+
+
 def test_the_step_that_is_skipped_is_not_a_step(watch):
     watched = watch()
     model = net()

@@ -53,7 +53,7 @@ def test_finite_ones_leave_no_frame(watch):
     watched = watch(on_overflow="continue")
     step = by_hand(model)
     train(model, lambda rate: step(1e-3))
-    watched.hooks.read_states()
+    watched.hooks.read_the_rest()
     phases = [frame.phase for page in watched.pages for frame in page.frames]
     assert "optimizer" not in phases
     assert watched.anomalies == watched.faults == []
@@ -66,5 +66,5 @@ def test_those_that_a_step_has_read_are_not_read_again(watch, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     train(model, lambda rate: optimizer.step())
     monkeypatch.setattr(watched.hooks.rows, "weight_again", lambda *given: pytest.fail("it was read"))
-    watched.hooks.read_states()
+    watched.hooks.read_the_rest()
     assert watched.faults == []

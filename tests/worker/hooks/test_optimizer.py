@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -489,6 +490,20 @@ def test_the_hook_on_a_parameter_that_no_module_has_comes_off(watch):
     assert loose._post_accumulate_grad_hooks
     watched.hooks.detach()
     assert not loose._post_accumulate_grad_hooks
+
+
+def test_one_that_fsdp2_keeps_in_host_memory_gets_no_hook(watch):
+    """torch copies its gradient from the device without overlap if it has one."""
+    watched = watch()
+    model, loose = net(), nn.Parameter(torch.ones(1))
+    loose.device_mesh = SimpleNamespace(device_type="cuda")
+    optimizer = torch.optim.SGD([loose], lr=0.1)
+    (model(X).sum().detach() * loose).sum().backward()
+    optimizer.step()
+    assert not loose._post_accumulate_grad_hooks
+    (told,) = watched.of(LooseParameters)
+    assert (told.optimizer, told.parameters, told.unread) == ("SGD", 1, 0)
+    assert watched.faults == []
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so

@@ -35,7 +35,10 @@ def test_it_is_not_built_for_a_python_without_the_gil():
 
 def test_that_is_said_at_the_start(monkeypatch):
     assert life.without_c() == ""
-    monkeypatch.setattr(life.host, "has_part_in_c", lambda: False)
+    missing = {"recursion"}
+    monkeypatch.setattr(life.host, "has_part_in_c", lambda name="core": name not in missing)
+    assert "recursion limit" in life.without_c()
+    missing.add("core")
     assert "C compiler" in life.without_c()
     monkeypatch.setattr(life.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
     assert "a Python without the GIL" in life.without_c()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
+from gpuwatch.worker.record.passed import NOT_LOOKED, NotedOperation, PassedLook
 from torch import nn
 
 from ..conftest import use_late_device
@@ -153,3 +156,42 @@ def test_the_native_writer_gives_up_while_another_thread_writes(watch):
         assert hooks._gradients.writer.weights(info, parameters, 1)
     assert hooks._gradients.writer.weights(info, parameters, 1)
     assert watched.recorder.frame_count == before + 2
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_what_an_alarm_changes_is_changed_under_the_lock(watch, monkeypatch):
+    """Where a hook of another device's gradient may raise one at the same moment."""
+    watched = watch(scaler_skips=1)
+    lock, held = watched.hooks.progress.lock, []
+
+    def noted(owner, name):
+        before = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, **more: held.append((name, lock.is_held_here())) or before(*given, **more)
+        )
+
+    noted(watched.hooks.judging.held, "backward_begins")
+    noted(watched.hooks.judging, "skipped")
+    noted(watched.hooks._late_passed._passed.summands, "look_closer")
+    model = Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    model.linear.weight.grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    passed = watched.hooks._late_passed._passed
+    operation = NotedOperation(SimpleNamespace(number=0, name="0", members="0"), 1, 1, 0, 0)
+    closer = partial(passed.summands.look_closer, torch.ones(2), True)
+    passed.report(operation, True, PassedLook(NOT_LOOKED, 0), 1, 1, 2, closer=closer)
+    assert held == [("backward_begins", True), ("skipped", True), ("look_closer", True)]
+    assert not lock.is_held_here()
+    assert watched.faults == []

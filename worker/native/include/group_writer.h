@@ -78,6 +78,8 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work);
 int ended(GroupWriter *self, const Place *place, int on_host);
 int leave_phase(GroupWriter *self, const Place *place, int64_t phase);
 int count_again(GroupWriter *self, const Place *place, PyObject *group);
+/* A collective that has begun is not issued. An exception may be set. */
+void take_back(GroupWriter *self, const Place *place);
 
 /* Forget all groups and works. */
 void forget_groups(GroupWriter *self);
