@@ -206,8 +206,11 @@ class WorkerSession:
         with suppress_own(Exception):
             from .explain.script_tensors import frames_of, script_tensors, speaks_of_nan
 
+            tensors: list[ScriptTensor] = []
             if not isinstance(error, OverflowDetected) and (message is None or speaks_of_nan(message)):
-                return script_tensors(frames_of(error.__traceback__))
+                tensors = script_tensors(frames_of(error.__traceback__))
+            if message is not None or any(each.numbers.value == "nan" for each in tensors):
+                return tensors
         return []
 
     def goes_on_as_another_program(self) -> Undo:

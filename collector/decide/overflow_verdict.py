@@ -18,7 +18,8 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .cause import CauseClues, cause_of
+from .cause import cause_of
+from .cause_clues import CauseClues
 from .clean_verdict import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent

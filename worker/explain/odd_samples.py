@@ -19,7 +19,7 @@ LARGER = 30.0
 """How much larger than the largest of the others."""
 _SHARE = 4
 """At most one sample of so many stands out: where more do, it is what this data is like."""
-_MOST_ELEMENTS = 1 << 27
+_MOST_ELEMENTS = 1 << 26
 """A larger tensor is not read."""
 
 

@@ -35,9 +35,10 @@ def operands_with(args: Any, kwargs: Any, before: dict[int, torch.Tensor]) -> tu
 def trials_of(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> list[CauseTrial]:
     """Run the operation as it was, and in other dtypes than `dtype`, which its result had. Waits for the device.
 
-    [] for an operation that draws random numbers. `args` and `kwargs` are not changed.
+    [] for an operation that draws random numbers, or that is not torch's own. `args` and `kwargs` are not changed.
     """
-    if torch.Tag.nondeterministic_seeded in func.tags or not dtype.is_floating_point:
+    is_own = func.namespace not in ("aten", "prims")  # the code of an extension: it may do more than compute
+    if is_own or torch.Tag.nondeterministic_seeded in func.tags or not dtype.is_floating_point:
         return []
     leaves = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if sum(leaf.numel() for leaf in leaves) * 8 > MOST_BYTES:

@@ -55,13 +55,22 @@ def _is_outside(node: Any, name: str) -> bool:
     with suppress_own(Exception):  # what it saved is freed
         if name in _OPERANDS:
             what, is_bad = _OPERANDS[name]
-            saved = getattr(node, f"_saved_{what}", None)
-            return saved is not None and _is_read(saved) and bool(is_bad(saved).any())
-        given, result = getattr(node, "_saved_self", None), getattr(node, "_saved_result", None)
-        if given is not None and result is not None and _is_read(result) and _is_read(given):
+            saved = _saved(node, what)
+            return saved is not None and bool(is_bad(saved).any())
+        given, result = _saved(node, "self"), _saved(node, "result")
+        if given is not None and result is not None:
             return bool(given.isfinite().all()) and not bool(result.isfinite().all())
     return False
 
 
-def _is_read(saved: Any) -> bool:
-    return isinstance(saved, torch.Tensor) and saved.numel() <= _MOST_ELEMENTS
+def _saved(node: Any, what: str) -> torch.Tensor | None:
+    """A tensor that a node has saved; None if there is none, or it would have to be unpacked.
+
+    An unpack hook is code of a checkpoint's or of the script's: it may run a forward again, or wait for a disk.
+    """
+    raw = getattr(node, f"_raw_saved_{what}", None)
+    if raw is None or getattr(raw, "unpack_hook", raw) is not None:  # torch before 2.13 does not tell
+        return None
+    saved = raw.data
+    is_small = isinstance(saved, torch.Tensor) and saved.numel() <= _MOST_ELEMENTS
+    return saved if is_small else None

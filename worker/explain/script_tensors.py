@@ -33,6 +33,8 @@ _MOST_LINES = 20_000
 _SPEAKS_OF_NAN = re.compile(
     r"\b(nan|inf|infinite|infinity|non-?finite|not finite|invalid numeric|overflow\w*)\b", re.IGNORECASE
 )
+_IS_WRITTEN = re.compile(r"\b(inf|nan|infinity)\b", re.IGNORECASE)
+"""A variable whose line writes such a number began with it: `best = torch.tensor(float("inf"))`."""
 _OPERATORS: dict[type[ast.operator], str] = {ast.Div: "div", ast.Pow: "pow", ast.Mod: "remainder"}
 
 RunningFrame = tuple[FrameType, int]
@@ -87,8 +89,9 @@ def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
                 at = _assigned(frame, name, line)
                 function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
                 found.append(ScriptTensor(name, function, frame.f_code.co_filename, *at, numbers, nodes))
-    bad = [each for each in found if each.numbers.value not in ("finite", "-inf")]
-    return [*bad, *(each for each in found if each not in bad)][:_MOST_KEPT] if bad else []
+    bad = [each for each in found if each.numbers.value not in ("finite", "-inf") and not _IS_WRITTEN.search(each.code)]
+    finite = [each for each in found if each.numbers.value == "finite"]
+    return [*bad, *finite][:_MOST_KEPT] if bad else []
 
 
 def _tensors_in(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,7 +167,6 @@ def _parsed(file: str) -> ast.AST | None:
     lines = getlines(file)
     if not lines or len(lines) > _MOST_LINES:
         return None
-    try:
+    with suppress_own(SyntaxError):  # of a notebook's cell with a magic, or of a file that has changed
         return ast.parse("".join(lines))
-    except SyntaxError:  # of a notebook's cell with a magic, or of a file that has changed
-        return None
+    return None

@@ -36,6 +36,7 @@ from ...core.events import (
 from ...core.frames import FramePhase, RowMark
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
+from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..device.device import may_have_devices, transforms, without_modes
@@ -250,7 +251,12 @@ class SecondRuns:
             self._why = f"{_NOT_DISPATCHED} in a call that could run again"
             return
         if not why:
-            self._run_without_odd_samples(call, run, target, args, kwargs, contexts)
+            try:
+                self._run_without_odd_samples(call, run, target, args, kwargs, contexts)
+            except Exception as error:  # no memory for the copies: the operation is known all the same
+                if from_outside(error):
+                    raise
+                self._trials.append(CauseTrial("forward", SAMPLES, note=f"it raised {type(error).__name__}"))
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled())
 
     def _run_once(

@@ -1,0 +1,104 @@
+"""The cause that the data is: samples of a batch, a whole batch, or what the model was handed."""
+
+from __future__ import annotations
+
+from ...core.events import SAMPLES, BadOperation
+from ...core.frames import Frame, FramePhase
+from ...core.roles import RoleKind
+from ...core.verdicts import Certainty
+from ..facts.diagnosis import number_text
+from ..report.model import OverflowCause
+from .cause_clues import CauseClues, odd_text, samples_text, trial_of
+from .operation_cause import of_precision
+from .operation_rules import domain_advice
+from .replicas import page_of, peers
+
+_E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
+_OUT_OF_LINE = 30.0
+"""How much larger than on all other ranks what a model is handed must be."""
+
+
+def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | None:
+    """One sample is far larger than all others, and without it the same forward is finite."""
+    ran = clues.ran
+    odd = ran.samples if ran is not None else None
+    tried = trial_of(ran.trials if ran is not None else [], SAMPLES)
+    if odd is None or odd.how != "large" or tried is None or tried.value != "finite":
+        return None
+    it = "it" if len(odd.indices) == 1 else "them"
+    also, advice = of_precision(clues, operation), domain_advice(operation)
+    finite = f"tried: with {it} replaced by another sample of the batch, the same forward is finite"
+    return OverflowCause(
+        "data",
+        _E,
+        f"{odd_text(odd, clues.first.rank)}; {finite} (abs max {number_text(tried.abs_max)})",
+        [
+            f"Look at {samples_text(odd)} of that batch: leave {it} out, or clip or normalise what the data set "
+            f"returns. Leaving {it} out was tried (see the cause); clipping was not.",
+            *(
+                f"Or: {step[0].lower()}{step[1:]}"
+                for step in [*(also.next if also is not None else []), *filter(None, [advice])]
+            ),
+        ],
+        [tried, *(also.trials if also is not None else [])],
+        odd,
+    )
+
+
+def _handed_roots(clues: CauseClues) -> list[tuple[str, float, float]]:
+    """(role, abs max on this rank, the largest on the others) of what the model was handed in that batch."""
+    page = page_of(clues.facts, clues.first)
+    theirs = [other for other in peers(clues.facts, clues.first).values() if other.batch == clues.first.batch]
+    if page is None or not theirs:
+        return []
+    mine = _root_inputs(page.frames)
+    others = [_root_inputs(other.frames) for other in theirs]
+    return [
+        (role, size, max(known))
+        for role, size in mine.items()
+        if (known := [sizes[role] for sizes in others if role in sizes])
+    ]
+
+
+def _root_inputs(frames: list[Frame]) -> dict[str, float]:
+    """abs max of what the root was handed. The module that is called first is handed the same where it has no frame."""
+    forward = [frame for frame in frames if frame.phase == FramePhase.FORWARD]
+    root = next((frame for frame in forward if not frame.module), None) or next(iter(forward), None)
+    rows = root.rows if root is not None else []
+    return {row.role: row.abs_max for row in rows if row.role_kind is RoleKind.INPUT and row.abs_max and row.finite}
+
+
+def of_batch(clues: CauseClues) -> OverflowCause | None:
+    """What the model was handed is far larger than on all other ranks."""
+    found = next((each for each in _handed_roots(clues) if each[1] > _OUT_OF_LINE * each[2] > 0), None)
+    if found is None:
+        return None
+    role, size, others = found
+    return OverflowCause(
+        "data",
+        _S,
+        f"the model was handed {role} of abs max {number_text(size)} on rank {clues.first.rank}; on the other ranks it "
+        f"was at most {number_text(others)} in that batch",
+        [
+            f"Look at batch {clues.first.batch} of rank {clues.first.rank}'s data, and at how it is normalised. Not "
+            "tried: there was no other sample to put in its place."
+        ],
+    )
+
+
+def of_input(clues: CauseClues) -> OverflowCause | None:
+    """What the model was handed was not finite."""
+    first = clues.first
+    if first.passed:
+        return None
+    rank = clues.facts.one(first.attempt, first.rank)
+    patterns = next((each.bad for each in rank.batch_inputs if each.where.batch == first.batch), {})
+    others = [other for other in peers(clues.facts, first).values() if other.batch == first.batch]
+    finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
+    pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
+    return OverflowCause(
+        "data",
+        _S,
+        f"the batch itself: {first.role} held {first.value}{pattern} as the model was handed it{finite}",
+        ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
+    )

@@ -1,0 +1,128 @@
+"""The cause that the training is: it diverged, one step made a weight large, or it began with one. Replicas, too."""
+
+from __future__ import annotations
+
+from ...core.frames import module_text
+from ...core.verdicts import Certainty
+from ..facts.diagnosis import number_text
+from ..report.model import OverflowCause
+from ..report.sentence_parts import ranks_text
+from .cause_clues import CauseClues
+from .growth import ModuleGrowth, growth_of
+from .replicas import OddWeight
+
+_E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
+_DIVERGED = 2
+"""Batches in a row in which outputs grow, for a training that diverges. One alone is one step."""
+
+
+def of_training(clues: CauseClues) -> OverflowCause | None:
+    """Outputs that ran away on all ranks alike, over several batches or with one step."""
+    first = clues.first
+    grown = growth_of(clues.facts, first)
+    if grown is not None and grown.unlike and not grown.alike:
+        grown = None
+    if grown is not None and grown.steps >= _DIVERGED:
+        return _diverged(clues, grown)
+    if clues.wild is not None and clues.wild.against.rpartition(" in ")[2].startswith("batch"):
+        wild = clues.wild
+        return OverflowCause(
+            "step",
+            _S,
+            f"{wild.name} has abs max {number_text(wild.row.abs_max)}, against {wild.against}: one step, or the "
+            f"script, has made it large{_by_optimizer(clues)}",
+            [
+                f"Look at what made {wild.name} large: the gradient of the step before (clip_grad_norm_), "
+                "the learning rate, a copy or a load by the script. None of these was tried."
+            ],
+        )
+    if grown is not None and grown.alike and first.step > 0:
+        return _one_step(clues, grown)
+    return None
+
+
+def _diverged(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
+    batches, sizes = grown.shown
+    where = f"on {ranks_text(sorted([clues.first.rank, *grown.alike]))}"
+    went = ", ".join(map(number_text, sizes))
+    rate = _optimizer(clues)
+    lower = f" ({rate[1]:g})" if rate is not None else ""
+    return OverflowCause(
+        "divergence",
+        _S,
+        f"the training diverged {where} from batch {grown.batches[1]} on: abs max of what "
+        f"{module_text(grown.module, grown.cls)} returned went {went} in batches {batches[0]} to {batches[-1]}"
+        f"{_by_optimizer(clues)}",
+        [
+            f"Lower the learning rate{lower}, warm it up, or clip the gradients (clip_grad_norm_); and look at what "
+            f"changed in batch {grown.batches[1]}: a schedule, a checkpoint, an unfrozen part. None of these was tried."
+        ],
+    )
+
+
+def _one_step(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
+    batches, sizes = grown.shown
+    where = f"on {ranks_text(sorted([clues.first.rank, *grown.alike]))}"
+    return OverflowCause(
+        "step",
+        _S,
+        f"what {module_text(grown.module, grown.cls)} returned went from abs max {number_text(sizes[-2])} in batch "
+        f"{batches[-2]} to {number_text(sizes[-1])} in batch {batches[-1]} {where} alike: one step has made its "
+        f"weights large{_by_optimizer(clues)}",
+        [
+            f"Look at the step after batch {batches[-2]}: clip its gradients (clip_grad_norm_), or lower the learning "
+            "rate. Neither was tried."
+        ],
+    )
+
+
+def _optimizer(clues: CauseClues) -> tuple[str, float] | None:
+    """(name, learning rate) of the last optimizer that stepped."""
+    rank = clues.facts.one(clues.first.attempt, clues.first.rank)
+    last = next((each.again.optimizer for each in rank.anomalies if each.again is not None), None)
+    if last is None or "lr" not in last.settings:
+        return None
+    return last.cls.rpartition(".")[2], last.settings["lr"]
+
+
+def _by_optimizer(clues: CauseClues) -> str:
+    known = _optimizer(clues)
+    return f", with {known[0]} at learning rate {known[1]:g}" if known is not None else ""
+
+
+def of_start(clues: CauseClues) -> OverflowCause | None:
+    """A weight that was very large before the first step."""
+    if clues.large is None or clues.first.step > 0:
+        return None
+    place, size = clues.large
+    return OverflowCause(
+        "start",
+        _S,
+        f"the {place} has abs max {size}, and no optimizer step has run yet",
+        [f"Look at the initialisation of the {place}: torch.empty, to_empty(), a checkpoint. Not tried."],
+    )
+
+
+def of_copy(odd: OddWeight) -> OverflowCause:
+    """One rank's copy of a weight differs from the others."""
+    mine = "is not finite" if not odd.row.finite else f"has abs max {number_text(odd.row.abs_max)}"
+    theirs = f"abs max {number_text(odd.others.abs_max)}"
+    statement = f"{odd.row.role} of this rank's copy {mine}, that of {ranks_text(odd.ranks)} has {theirs}"
+    return OverflowCause("replica", _E, statement, _steps_for_copy(odd))
+
+
+def _steps_for_copy(odd: OddWeight) -> list[str]:
+    memory = (
+        "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
+        "and leave it out of the next run if it happens again."
+    )
+    if odd.agreed_in is not None and odd.untrained:
+        return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+    if odd.agreed_in is not None:
+        alone = "a gradient that is not reduced, a learning rate, a copy"
+        return [f"Look at what trains or changes that weight on this rank alone: {alone}."]
+    start = "Check whether every rank starts from the same seed and checkpoint"
+    return [
+        f"{start}; --trace-batches 0,1 shows whether they began alike.",
+        *([f"If they started equal, run {memory}"] if odd.untrained else []),
+    ]
