@@ -69,7 +69,7 @@ def test_a_name_stands_once_and_its_releases_were_tried():
 
 OF_OTHERS = {"argparse", "sys", "atexit", "runpy", "parser", "group", "GroupPhase", "RankPhase"}
 """Whose private names these are: Python's, and an enum's."""
-OF_PYTHON = {"_replace", "_fields", "_asdict", "_config", "_parser", "_names", "_option_string_actions"}
+OF_PYTHON = {"_replace", "_fields", "_asdict", "_config", "_parser", "_names", "_option_string_actions", "_is_owned"}
 FALLBACKS = {
     "_C",
     "_functorch",
@@ -77,6 +77,7 @@ FALLBACKS = {
     "_worker_group",  # of the agent, as its method's argument
     "_pcontext",
     "_local_params",  # of _FunctionalLocalOptimizer
+    "_optimizer_step_pre_hooks",  # of an optimizer, as the global ones are of its module
     "types",  # torch._dynamo.types, which is asked with hasattr
 }
 """Not in the table: what holds names, what tests alone use, and what comes with a name of the table."""

@@ -21,7 +21,7 @@ class Recording:
     """A recorder, and what was written into each of its pages."""
 
     def __init__(self, path: Path) -> None:
-        self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 18, segments=8)
+        self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 20, segments=8)
         self.reader = RecorderReader(path)
         self.written: dict[int, list[tuple[int, int, list[int]]]] = {}
         """page -> (index, module, numbers of its rows) of each frame"""
