@@ -29,10 +29,8 @@ def _samples(source: BatchSource) -> str:
     if source.indices:
         return f"{_counted(source.indices)} {of} (index {_listed(source.indices)})"
     if source.among:
-        return (
-            f"{_counted(source.among)} {of}, in an order that is not known (index {_listed(source.among)}): "
-            f"{source.unknown}"
-        )
+        which = "which of them is in which row is not known"
+        return f"samples {of} among index {_listed(source.among)}; {which}: {source.unknown}"
     return f"samples {of}, whose indices are not known: {source.unknown}"
 
 

@@ -41,7 +41,12 @@ class BatchRows:
     def found_in(self, other: torch.Tensor) -> set[Positions]:
         """Each way in which its rows are rows of the loader's tensor: the position there of every row."""
         found: set[Positions] = set()
-        if not other.dim() or not 0 < other.numel() * other.element_size() <= _MOST_BYTES or len(other) < self.count:
+        if not other.dim() or not 0 < other.numel() * other.element_size() <= _MOST_BYTES:
+            return found
+        if len(other) < self.count:  # each sample may have become several rows
+            each, rest = divmod(self.count, len(other))
+            if not rest and self.is_all_of(other):
+                found.add(tuple(row // each for row in range(self.count)))
             return found
         for same in _as_handed(other, self._tensor):
             found |= self._places(_digests(same))

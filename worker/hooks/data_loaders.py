@@ -54,8 +54,8 @@ class DataLoaderHooks:
         self.batches: deque[YieldedBatch] = deque(maxlen=_MOST_NOTED)
         """The last that loaders have handed out, the latest last."""
         self._held: deque[YieldedBatch] = deque()
-        self._passes: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
-        """By the iterator of a loader."""
+        self._passes: dict[int, LoaderPass] = {}
+        """By the id of a loader's iterator, while that lives."""
         self._begun: dict[int, tuple[weakref.ref[Any], int]] = {}
         """id of a loader -> the loader, and how often it was iterated. It may have an `__eq__` of the script's own."""
         self._exact: tuple[Any, Any] = (None, None)
@@ -121,7 +121,7 @@ class DataLoaderHooks:
         def next_index(iterator: Any) -> Any:
             index = before(iterator)
             with self._guard:
-                loader = self._passes.get(iterator)
+                loader = self._passes.get(id(iterator))
                 if loader is not None:
                     loader.draw(index)
             return index
@@ -134,7 +134,7 @@ class DataLoaderHooks:
             sent = iterator._send_idx
             before(iterator)
             with self._guard:
-                loader = self._passes.get(iterator)
+                loader = self._passes.get(id(iterator))
                 if loader is not None and iterator._send_idx == sent + 1:
                     loader.send(sent, iterator._task_info[sent][0])
 
@@ -144,7 +144,7 @@ class DataLoaderHooks:
         @functools.wraps(before)
         def process_data(iterator: Any, data: Any, *worker: Any) -> Any:
             with self._guard:
-                loader = self._passes.get(iterator)
+                loader = self._passes.get(id(iterator))
                 if loader is not None:
                     loader.receive(iterator._task_info, worker[0] if worker else None)
             return before(iterator, data, *worker)
@@ -154,9 +154,16 @@ class DataLoaderHooks:
     def _around_next(self, before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def __next__(iterator: Any) -> Any:
-            batch = before(iterator)
+            try:
+                batch = before(iterator)
+            except BaseException:
+                with self._guard:
+                    loader = self._passes.get(id(iterator))
+                    if loader is not None:
+                        loader.forget()
+                raise
             with self._guard:
-                loader = self._passes.get(iterator)
+                loader = self._passes.get(id(iterator))
                 if loader is not None:
                     self._note(loader, batch)
             return batch
@@ -171,16 +178,16 @@ class DataLoaderHooks:
         key = id(loader)
         known, begun = self._begun.get(key) or (weakref.ref(loader, lambda _: self._begun.pop(key, None)), 0)
         self._begun[key] = known, begun + 1
-        followed = type(iterator) in self._exact
-        self._passes[iterator] = LoaderPass(iterator, begun, followed, _room(iterator._num_workers))
+        followed, number = type(iterator) in self._exact, id(iterator)
+        gone = weakref.ref(iterator, lambda _: self._passes.pop(number, None))
+        self._passes[number] = LoaderPass(iterator, gone, begun, followed, _room(iterator._num_workers))
 
     def _note(self, loader: LoaderPass, batch: Any) -> None:
         tensors: list[torch.Tensor] = []
         keys: dict[str, Any] = {}
         _collect(batch, tensors, keys, 0)
-        noted = loader.hand_out(
-            [weakref.ref(tensor) for tensor in tensors], [version_of(tensor) for tensor in tensors], keys
-        )
+        references = [weakref.ref(tensor) for tensor in tensors]
+        noted = loader.hand_out(references, [version_of(tensor) for tensor in tensors], keys)
         self.batches.append(noted)
         self._hold(noted, tensors, loader.room)
 
@@ -236,19 +243,19 @@ def _collect(part: Any, tensors: list[torch.Tensor], keys: dict[str, Any], depth
     if isinstance(part, _TENSOR):
         if len(tensors) < _MOST_TENSORS:
             tensors.append(part)
+    elif depth == _MOST_DEPTH:
         return
-    if depth == _MOST_DEPTH:
-        return
-    if isinstance(part, UserDict):
-        part = part.data
-    if isinstance(part, dict):
+    elif isinstance(part, (tuple, list)):
+        if len(part) <= _MOST_TENSORS and type(part[0] if part else "") is not str:
+            for value in part:
+                _collect(value, tensors, keys, depth + 1)
+    elif isinstance(part, dict):
         for key, value in dict.items(part):
-            if isinstance(key, str) and key in _KEYS:
+            if type(key) is str and key in _KEYS:
                 if isinstance(value, (list, tuple, str, int)):
                     keys.setdefault(key, value)
                 elif isinstance(value, _TENSOR) and len(tensors) < _MOST_TENSORS:
                     keys.setdefault(key, TensorPosition(len(tensors)))
             _collect(value, tensors, keys, depth + 1)
-    elif isinstance(part, (tuple, list)) and len(part) <= _MOST_TENSORS and type(part[0] if part else "") is not str:
-        for value in part:
-            _collect(value, tensors, keys, depth + 1)
+    elif UserDict in type(part).__mro__:
+        _collect(part.data, tensors, keys, depth)

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, Subset
+from torch.utils.data import BatchSampler, StackDataset, Subset
 
 from ...core.signal_errors import from_outside
 
 _ITERABLE = "an iterable data set gives no indices"
 _NOT_FOLLOWED = "it is no DataLoader of torch's own, or of a torch that is not known"
 _OWN_COLLATE = "its collate function is not torch's own, and may have changed their order"
+_OWN_FETCH = "its data set fetches several samples at once, and may have changed their order"
 _LIBRARIES = ("torch.utils.data._utils.collate", "transformers.data.data_collator")
+_DATA_SETS = ("torch.utils.data.dataset", "datasets.arrow_dataset")
 _IN_ANY_ORDER = ("DataCollatorWithFlattening", "DataCollatorForPermutationLanguageModeling")
 
 
@@ -53,14 +55,18 @@ class YieldedBatch:
 class LoaderPass:
     """One pass of a loader over its data set."""
 
-    def __init__(self, iterator: Any, epoch: int, followed: bool, room: int) -> None:
+    def __init__(self, iterator: Any, gone: weakref.ref[Any], epoch: int, followed: bool, room: int) -> None:
+        self._gone = gone  # tells its owner that the iterator is gone
         self.epoch, self.room = epoch, room
         self._dataset = _weakly(_unwrapped(iterator._dataset))
         self._name = _name_of(_unwrapped(iterator._dataset))
         self.is_batched = bool(iterator._auto_collation)
         self.unknown = _ITERABLE if iterator._dataset_kind else "" if followed else _NOT_FOLLOWED
         """Why its indices are not known; "" if they are."""
-        self.in_any_order = "" if _keeps_order(iterator._collate_fn) else _OWN_COLLATE
+        fetches = "__getitems__" if self.is_batched else "__getitem__"
+        self.in_any_order = "" if _fetches_in_order(iterator._dataset, fetches) else _OWN_FETCH
+        if not _keeps_order(iterator._collate_fn):
+            self.in_any_order = _OWN_COLLATE
         """Why the rows of a batch may be in another order than its indices; "" if they are not."""
         self._copies = type(iterator._index_sampler) is not BatchSampler
         self._has_workers = iterator._num_workers > 0
@@ -102,6 +108,11 @@ class LoaderPass:
         self._drawn.clear()
         self._received = index
         self._worker = worker if worker is not None else by
+
+    def forget(self) -> None:
+        """No batch came of the indices: the pass is over, or a sample was an error."""
+        self._drawn.clear()
+        self._received = None
 
     def hand_out(
         self, tensors: list[weakref.ref[torch.Tensor]], versions: list[int], keys: dict[str, Any]
@@ -147,6 +158,16 @@ def _unwrapped(dataset: Any) -> Any:
     if type(dataset).__name__ in ("_IterDataPipeSerializationWrapper", "_MapDataPipeSerializationWrapper"):
         return getattr(dataset, "_datapipe", dataset)
     return dataset
+
+
+def _fetches_in_order(dataset: Any, name: str) -> bool:
+    """Whether its method of this name, which is asked for several samples, gives them in the order asked for."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    fetch = getattr(type(dataset), name, None)
+    if fetch is None:
+        return not hasattr(dataset, name) or name == "__getitem__"
+    return getattr(fetch, "__module__", "") in _DATA_SETS and type(dataset) is not StackDataset
 
 
 def _keeps_order(collate: Any) -> bool:

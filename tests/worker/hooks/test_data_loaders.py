@@ -88,6 +88,18 @@ class Lists(BatchSampler):
         yield from ([1, 2, 3], [BAD], [5, 8, BAD, 4, 6])
 
 
+class SortsThem(Pairs):
+    """As one whose file wants sorted positions."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in sorted(indices)]
+
+
+class SortsOwnBatches(Dataset):
+    def __getitem__(self, indices):
+        return torch.stack([sample(index) for index in sorted(indices)]), 0
+
+
 def reordered(samples):
     return torch.stack([x for x, _ in reversed(samples)])
 
@@ -217,6 +229,20 @@ SET_UPS = {
         handed=lambda batch: iter([batch]),
         unknown="its collate function is not torch's own",
     ),
+    "a data set that sorts": WHOLE._replace(
+        loader=lambda n: DataLoader(SortsThem(), 4, shuffle=True, num_workers=n),
+        unknown="its data set fetches several samples at once",
+    ),
+    "batches of a data set that sorts": WHOLE._replace(
+        loader=lambda n: DataLoader(
+            SortsOwnBatches(), None, sampler=BatchSampler(RandomSampler(range(COUNT)), 5, False), num_workers=n
+        ),
+        unknown="its data set fetches several samples at once",
+    ),
+    "a sorting data set in parts": WHOLE._replace(
+        loader=lambda n: DataLoader(Subset(SortsThem(), range(1, COUNT)), 4, shuffle=True, num_workers=n),
+        unknown="its data set fetches several samples at once",
+    ),
     "dropped": WHOLE._replace(
         loader=lambda n: DataLoader(Pairs(), 4, collate_fn=dropped, num_workers=n),
         handed=lambda batch: iter([batch]),
@@ -236,6 +262,7 @@ SET_UPS = {
     "flattened": WHOLE._replace(handed=lambda batch: iter([batch[0].view(-1, 2, 3)])),
     "first columns": WHOLE._replace(handed=lambda batch: iter([batch[0][:, :-1]])),
     "last columns": WHOLE._replace(handed=lambda batch: iter([batch[0][:, 1:]]), unknown="no nan"),
+    "several rows of a sample": WHOLE._replace(handed=lambda batch: iter([batch[0].view(-1, 3)])),
     "micro batches": WHOLE._replace(handed=lambda batch: iter(batch[0].chunk(2))),
     "strided micro batches": WHOLE._replace(handed=lambda batch: iter([batch[0][::2], batch[0][1::2]])),
     "permuted": WHOLE._replace(handed=lambda batch: iter([batch[0][torch.randperm(len(batch[0]))]])),
@@ -293,7 +320,8 @@ def test_the_samples_are_right_or_unknown(watch, name, workers):
         assert source.indices == []
         assert source.unknown.startswith(set_up.unknown)
         return
-    truth = indices_of(handed)
+    truth = indices_of(handed if name != "several rows of a sample" else handed.view(-1, WIDTH))
+    truth = truth if name != "several rows of a sample" else [index for index in truth for _ in range(2)]
     assert BAD in truth
     assert source.unknown.startswith(set_up.unknown) if set_up.unknown else source.unknown == ""
     assert source.indices == ([] if set_up.unknown else truth)
