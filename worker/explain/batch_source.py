@@ -101,10 +101,6 @@ class BatchSources:
         else:
             self._wanted = bad.page.number, where
 
-    def release(self) -> None:
-        """Forget what was noted."""
-        self._handed.clear()
-
     def _tell(self, where: RunPosition, handed: _HandedInputs) -> None:
         self._is_told = True
         self._handed.clear()

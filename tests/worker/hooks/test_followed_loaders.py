@@ -15,6 +15,7 @@ import pytest
 import torch
 from gpuwatch.core.events import BatchSource
 from gpuwatch.worker.hooks import data_loaders
+from gpuwatch.worker.patches import replaced
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -84,7 +85,11 @@ def two_epochs(name: str) -> Any:
     return found, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-@pytest.mark.parametrize("name", LOADERS)
+SPAWNED = pytest.param("spawned", marks=[pytest.mark.slow, pytest.mark.sample(1, of="spawned workers")])
+"""torch is imported in each worker."""
+
+
+@pytest.mark.parametrize("name", [SPAWNED if name == "spawned" else name for name in LOADERS])
 def test_batches_their_order_and_random_numbers_are_as_without(watch, name):
     before = two_epochs(name)
     watched = watch()
@@ -123,10 +128,9 @@ def test_what_a_data_set_raises_comes_as_it_is_and_the_loader_goes_on(watch, wor
     next(batches)
     with pytest.raises(LookupError, match="sample 5"):
         next(batches)
-    (index, number) = (batches._sampler_iter, next(batches)[1][0])
-    assert index is not None
-    assert number == 8 % 3
+    assert next(batches)[1].tolist() == [index % 3 for index in range(8, 12)]
     assert [each.index for each in watched.hooks._loaders.batches] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    list(batches)  # else torch waits for the workers
     assert watched.faults == []
 
 
@@ -177,6 +181,30 @@ def test_an_error_of_our_own_is_recorded_once_and_the_loader_goes_on(watch, monk
     assert len(list(DataLoader(Pairs(), 1))) == COUNT
     assert [(fault.part, fault.message) for fault in watched.faults] == [("data loaders", "RuntimeError: ours")]
     assert not watched.hooks._loaders.batches
+
+
+FOLLOWED: list[Any] = []
+
+
+class OfAWorker(Dataset):
+    """What a forked worker has of the hooks."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return len(FOLLOWED[0].batches), len(replaced())
+
+
+def test_a_forked_worker_has_no_hooks_and_frees_nothing_of_its_parents(watch):
+    watched = watch()
+    FOLLOWED[:] = [watched.hooks._loaders]
+    batches = iter(DataLoader(Pairs(), 4))
+    next(batches)
+    next(batches)
+    (found,) = DataLoader(OfAWorker(), None, num_workers=1, multiprocessing_context="fork")
+    assert tuple(found) == (2, 0)
+    FOLLOWED.clear()
 
 
 # -- what is held -----------------------------------------------------------------------------------------------------
