@@ -489,6 +489,30 @@ class BatchInputs(RankEvent, frozen=True, tag="batch_inputs"):
     """Role -> which elements are nan or +inf, in words (worker/record/bad_elements.py)."""
 
 
+class BatchSource(RankEvent, frozen=True, tag="batch_source"):
+    """Which samples the model was handed in the batch of a rank's first alarm (worker/explain/batch_source.py).
+
+    A batch of a DataLoader that holds the same numbers was found.
+    """
+
+    dataset: str = ""
+    """Its class: `mine.data.Images`; "" where no batch was found."""
+    indices: list[int] = []
+    """Of the data set, for each position in dim 0 of what the model was handed; [] if they are not known."""
+    keys: dict[str, list[str]] = {}
+    """Likewise what the batch carries of its samples: `path`, `id`; `index` where the indices are no integers."""
+    epoch: int = -1
+    """How often the loader had been iterated before; -1: not known."""
+    ordinal: int = -1
+    """Number of the batch in that epoch, from 0; -1: not known."""
+    worker: int = -1
+    """The worker that made it; -1: the process of the rank; -2: not known."""
+    unknown: str = ""
+    """Why `indices` is empty: a clause."""
+    among: list[int] = []
+    """All indices of the batch, where it is not known which one is where in dim 0."""
+
+
 class PassedTensor(RankEvent, frozen=True, tag="passed"):
     """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
 
@@ -693,7 +717,7 @@ _COST_FRAMES = (
     "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
     "the weights of a step, the step of a weight, attach, settle, run, recorder"
 )
-_COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers"
+_COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers, data loaders"
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
 """About how frames are read and written, and what else is reported about a rank."""
@@ -967,6 +991,7 @@ WorkerEvent = (
     | UnreadStates
     | ReplicaHashes
     | BatchInputs
+    | BatchSource
     | ReplacedFunctions
     | ScriptError
     | ScriptExit

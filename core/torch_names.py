@@ -64,6 +64,7 @@ SCALER = "steps that a GradScaler skips are not reported"
 SHARDS = "weights that FSDP2 shards are looked up only by name"
 RPC = "steps of DistributedOptimizer are not seen"
 CHILDREN = "a DataLoader's worker may be taken for a rank"
+SAMPLES = "the samples of a batch are not named"
 RUN = "gpuwatch run does not learn which process is which rank"
 LAUNCH = "gpuwatch launch and check cannot start ranks"
 KEYS = "an elastic restart can wait for addresses of the attempt before it"
@@ -76,6 +77,8 @@ _MODULES = "torch.nn.modules.module"
 _OPTIMIZERS = "torch.optim.optimizer"
 _RPC = "torch.distributed.optim.optimizer"
 _NODE = "<autograd node>"
+_LOADERS = "torch.utils.data.dataloader"
+_PASS = "<DataLoader's iterator>"
 
 NAMES = (
     # -- every frame --
@@ -151,6 +154,22 @@ NAMES = (
     TorchName(_RPC, "_ScriptLocalOptimizerInterface", RPC, until=(2, 13), instead=True),
     TorchName(_RPC, "_FunctionalLocalOptimizer", RPC, since=(2, 14), instead=True),
     TorchName("torch.utils.data._utils.worker", "_worker_info", CHILDREN),
+    # -- loaders --
+    TorchName(_LOADERS, "_BaseDataLoaderIter.__init__", SAMPLES),
+    TorchName(_LOADERS, "_BaseDataLoaderIter.__next__", SAMPLES),
+    TorchName(_LOADERS, "_BaseDataLoaderIter._next_index", SAMPLES),
+    TorchName(_LOADERS, "_BaseDataLoaderIter._reset", SAMPLES),
+    TorchName(_LOADERS, "_SingleProcessDataLoaderIter._next_data", SAMPLES),
+    TorchName(_LOADERS, "_MultiProcessingDataLoaderIter._try_put_index", SAMPLES),
+    TorchName(_LOADERS, "_MultiProcessingDataLoaderIter._process_data", SAMPLES),
+    TorchName(_PASS, "_auto_collation", SAMPLES),
+    TorchName(_PASS, "_collate_fn", SAMPLES),
+    TorchName(_PASS, "_dataset", SAMPLES),
+    TorchName(_PASS, "_dataset_kind", SAMPLES),
+    TorchName(_PASS, "_index_sampler", SAMPLES),
+    TorchName(_PASS, "_num_workers", SAMPLES),
+    TorchName(_PASS, "_send_idx", SAMPLES),
+    TorchName(_PASS, "_task_info", SAMPLES),
     # -- torchrun's agent --
     TorchName("torch.distributed.launcher.api", "LocalElasticAgent", LAUNCH),
     TorchName("torch.distributed.launcher.api", "LocalElasticAgent._start_workers", LAUNCH),

@@ -18,11 +18,13 @@ from ..core.settings import WorkerSettings
 from .compile.attach import CompiledRegions, apart_from_dynamo
 from .device.device import without_modes
 from .device.graph_replays import GraphReplays
+from .explain.batch_source import BatchSources
 from .explain.explained_batch import ExplainedBatch
 from .explain.second_look import SecondLook
 from .explain.second_run import SecondRuns
 from .hooks.backward import BackwardHooks
 from .hooks.call_frames import CallFrames
+from .hooks.data_loaders import DataLoaderHooks
 from .hooks.global_hooks import GlobalHooks, RunningCalls, patch_exports
 from .hooks.grad_scaler import GradScalerHooks
 from .hooks.module_calls import ModuleCalls
@@ -81,6 +83,7 @@ class ModuleHooks:
             optimizer_of=lambda bad: steps.steps.optimizer_of(bad),
             on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
             look_again=lambda bad: second_look.read(bad),
+            on_first=lambda bad: self._sources.alarmed(bad),
             on_end=lambda bad: self.second_runs.expect(bad),
             conclude=lambda: self.second_runs.conclude(),
         )
@@ -97,7 +100,9 @@ class ModuleHooks:
         second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors, summands)
         explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)], summands)
         self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained)
-        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors)
+        self._loaders = DataLoaderHooks(progress.faults)
+        self._sources = sources = BatchSources(progress, self._loaders)
+        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors, sources)
         self._replays = GraphReplays(self._calls, call_frames)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
@@ -124,6 +129,7 @@ class ModuleHooks:
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)
         self._replays.attach(self._patches)
+        self._loaders.attach(self._patches)
         self._collectives.attach()
         self._patches.at_undo(self._collectives.detach)
         self._steps.attach(self._patches)

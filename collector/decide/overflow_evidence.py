@@ -14,6 +14,7 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reaso
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
+from .batch_words import source_line
 from .clean_verdict import doubts_about
 from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
@@ -85,12 +86,13 @@ def _of_silent_groups(order: DiagnosisOrder) -> list[str]:
 
 
 def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    recorded = facts.one(first.attempt, first.rank).batch_inputs
-    batch = next((found for found in recorded if found.where.batch == first.batch), None)
+    rank, name = facts.one(first.attempt, first.rank), f"batch {first.batch} of {rank_name(first.rank)}"
+    lines = [source_line(found, name) for found in rank.batch_sources if found.where.batch == first.batch][:1]
+    batch = next((found for found in rank.batch_inputs if found.where.batch == first.batch), None)
     if batch is None:
-        return []
+        return lines
     digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
-    return [f"fingerprint of batch {first.batch} of {rank_name(first.rank)}, to find the sample again: {digests}"]
+    return [*lines, f"fingerprint of {name}, to find the sample again: {digests}"]
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:

@@ -96,6 +96,7 @@ class RankFacts:
     unread_states: list[events.UnreadStates] = field(default_factory=list)
     hashes: list[events.ReplicaHashes] = field(default_factory=list)
     batch_inputs: list[events.BatchInputs] = field(default_factory=list)
+    batch_sources: list[events.BatchSource] = field(default_factory=list)
     looks: list[events.RankLook] = field(default_factory=list)
     """Its position each time that all ranks were asked."""
     step_times: events.StepTimes | None = None

@@ -318,6 +318,7 @@ def _sort(rank: RankFacts) -> None:
     rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
+    rank.batch_sources.sort(key=lambda source: _place(source.where))
     rank.hashes.sort(key=lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))

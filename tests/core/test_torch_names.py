@@ -35,6 +35,7 @@ OBJECTS = {
     "<module>": lambda: torch.nn.Linear(1, 1),
     "<operation>": lambda: torch.ops.aten.mul.Tensor,
     "<autograd node>": lambda: (torch.ones(2, requires_grad=True) + 1).grad_fn,
+    "<DataLoader's iterator>": lambda: iter(torch.utils.data.DataLoader([1], num_workers=1)),
 }
 """What has no class that could be asked."""
 

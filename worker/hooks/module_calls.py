@@ -70,6 +70,13 @@ class AlarmExplainer(Protocol):
         """A root begins its next batch after the one of this page."""
 
 
+class BatchFinder(Protocol):
+    """What is told of the arguments of roots, to find their samples: worker/explain/batch_source.py."""
+
+    def root_returned(self, page: OpenPage, args: Any, kwargs: Any) -> None:
+        """The forward of a root is over."""
+
+
 @dataclass(eq=False, repr=False)
 class ModuleCalls:
     """The module calls of one rank. torch calls `before` and `after`."""
@@ -79,6 +86,7 @@ class ModuleCalls:
     _global: GlobalHooks
     _explainer: AlarmExplainer
     _root_tensors: RootTensors
+    _finder: BatchFinder
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
@@ -396,6 +404,8 @@ class ModuleCalls:
             self._gradients.release()
             if not (raised or is_again):  # after `collect`, which says whether this page has the first alarm
                 self._record_inputs(page, args, kwargs)
+            if page is not None and not is_again:
+                self._finder.root_returned(page, args, kwargs)
             if nodes is not None and not raised:
                 without_modes(self._gradients.watch_graph, nodes, output)
             self._running.nodes = None

@@ -86,6 +86,8 @@ class AlarmRecorder:
     """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
     look_again: Callable[[NonFiniteRow], LookedAgain | None]
     """Reads the module of the first alarm again."""
+    on_first: Callable[[NonFiniteRow], None]
+    """Called for the rank's first alarm."""
     on_end: Callable[[NonFiniteRow], bool]
     """Called for the alarm that ends the job."""
     conclude: Callable[[], str]
@@ -317,6 +319,7 @@ class AlarmRecorder:
         if not self._anomalies:
             self.first_alarmed = bad.page.number
             again = self._asked("a second look", where, self.look_again, bad)
+            self._asked("data loaders", where, self.on_first, bad)
         ends = self.aborts and self.pending is None
         anomaly = anomaly_at(
             where,

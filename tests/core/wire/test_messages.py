@@ -91,6 +91,7 @@ EVENTS = [
     records.LooseParameters(HERE, "Adam", 2, 1),
     records.UnreadStates(HERE, "AdamW", 7),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
+    records.BatchSource(HERE, "data.Images", [201, 14], {"path": ["a", "b"]}, 1, 5, 0, "", [14, 201]),
     records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
     records.ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
