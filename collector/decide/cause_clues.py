@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.events import BadOperation, CauseTrial, OddSamples, SecondRun
+from ...core.events import BadOperation, BatchSource, CauseTrial, OddSamples, SecondRun
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from .replicas import OddWeight, WildWeight
+
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,34 @@ def trial_of(trials: Sequence[CauseTrial], changed: str) -> CauseTrial | None:
     return next((each for each in trials if each.changed == changed and each.value), None)
 
 
-def samples_text(odd: OddSamples) -> str:
-    """`sample 6 of 8`, `samples 1, 2 and 5 of 64`"""
-    *rest, last = map(str, odd.indices[:8])
-    listed = f"{', '.join(rest)} and {last}" if rest else last
-    more = f" and {len(odd.indices) - 8} more" if len(odd.indices) > 8 else ""
-    return f"sample{'s' if rest else ''} {listed}{more} of {odd.size}"
+def samples_text(odd: OddSamples, source: BatchSource | None = None) -> str:
+    """`sample 6 of 8`, `samples 1, 2 and 5 of 64`; with the data set's indices where `source` tells them."""
+    more = f" and {len(odd.indices) - _MOST_SHOWN} more" if len(odd.indices) > _MOST_SHOWN else ""
+    text = f"sample{'s' if len(odd.indices) > 1 else ''} {_listed(odd.indices)}{more} of {odd.size}"
+    if source is None:
+        return text
+    known = [source.indices[each] for each in odd.indices]
+    return f"{text} (index {_listed(known)} of data set `{source.dataset}`)"
 
 
-def odd_text(odd: OddSamples, rank: int) -> str:
+def _listed(numbers: Sequence[int]) -> str:
+    *rest, last = map(str, numbers[:_MOST_SHOWN])
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
+def source_of(clues: CauseClues, odd: OddSamples) -> BatchSource | None:
+    """Where the samples of dim 0 of what the model was handed come from; None if that is not known for each.
+
+    What a module inside of the model was handed may be in another order.
+    """
+    first = clues.first
+    sources = clues.facts.one(first.attempt, first.rank).batch_sources
+    found = next((each for each in sources if each.where.batch == first.batch), None)
+    is_known = found is not None and len(found.indices) == odd.size and not odd.module
+    return found if is_known else None
+
+
+def odd_text(clues: CauseClues, odd: OddSamples) -> str:
     """Which samples stand out, and how."""
     where = f"in {odd.role} of `{odd.module}`" if odd.module else f"in {odd.role} of the model"
     one = len(odd.indices) == 1
@@ -49,5 +70,6 @@ def odd_text(odd: OddSamples, rank: int) -> str:
         "zero": f"{'is' if one else 'are'} all zero",
         "constant": f"{'is' if one else 'are'} constant ({number_text(odd.abs_max)})",
     }[odd.how]
+    samples = samples_text(odd, source_of(clues, odd))
     others = f"the others at most {number_text(odd.highest)}"
-    return f"{samples_text(odd)} of this batch of rank {rank} {how} {where}, {others}"
+    return f"{samples} of this batch of rank {clues.first.rank} {how} {where}, {others}"

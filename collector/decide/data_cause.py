@@ -8,7 +8,7 @@ from ...core.roles import RoleKind
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
-from .cause_clues import CauseClues, odd_text, samples_text, trial_of
+from .cause_clues import CauseClues, odd_text, samples_text, source_of, trial_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice
 from .replicas import page_of, peers
@@ -25,15 +25,15 @@ def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | No
     tried = trial_of(ran.trials if ran is not None else [], SAMPLES)
     if odd is None or odd.how != "large" or tried is None or tried.value != "finite":
         return None
-    it = "it" if len(odd.indices) == 1 else "them"
+    it, which = "it" if len(odd.indices) == 1 else "them", samples_text(odd, source_of(clues, odd))
     also, advice = of_precision(clues, operation), domain_advice(operation)
     finite = f"tried: with {it} replaced by another sample of the batch, the same forward is finite"
     return OverflowCause(
         "data",
         _E,
-        f"{odd_text(odd, clues.first.rank)}; {finite} (abs max {number_text(tried.abs_max)})",
+        f"{odd_text(clues, odd)}; {finite} (abs max {number_text(tried.abs_max)})",
         [
-            f"Look at {samples_text(odd)} of that batch: leave {it} out, or clip or normalise what the data set "
+            f"Look at {which} of that batch: leave {it} out, or clip or normalise what the data set "
             f"returns. Leaving {it} out was tried (see the cause); clipping was not.",
             *(
                 f"Or: {step[0].lower()}{step[1:]}"

@@ -26,7 +26,7 @@ def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> Overflo
     if operation.handed:
         first = f" (first element: {', '.join(f'{number:.4g}' for number in operation.handed)} in)"
     odd = clues.ran.samples if clues.ran is not None else None
-    sample = f"; {odd_text(odd, clues.first.rank)}" if odd is not None and odd.how != "large" else ""
+    sample = f"; {odd_text(clues, odd)}" if odd is not None and odd.how != "large" else ""
     advice = domain_advice(operation)
     return OverflowCause(
         "domain",

@@ -21,3 +21,8 @@ def test_the_samples_of_the_batch_are_named(bench):
     assert len(indices) == 8
     assert "; path " + ", ".join(f"notes/{index:03}.txt" for index in indices) in line
     assert run.verdict["operation"]["element"] == f"all of row {indices.index(77)} (dim 0)"
+    cause = run.verdict["cause"]
+    assert (cause["kind"], cause["certainty"]) == ("data", "established")
+    sample = f"sample {indices.index(77)} of 8 (index 77 of data set `__main__.Notes`)"
+    assert sample in cause["statement"]
+    assert sample in run.verdict["next"][0]
