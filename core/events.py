@@ -204,6 +204,7 @@ class ScriptTensor(msgspec.Struct, frozen=True):
     """A tensor in a local variable of the script, and the line that assigned it last, as far as its source tells."""
 
     name: str
+    """`loss`; `grads[1]` in a list."""
     function: str
     """`Trainer.step`; `<module>` outside of functions."""
     file: str
@@ -273,7 +274,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     losses: list[OperandNumbers] = []
     """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
     script: list[ScriptTensor] = []
-    """Where one of `losses` is not finite: the tensors in the script's variables, bad ones first."""
+    """Where one of `losses` is not finite, or the script has handed the value to a model or to a step: the tensors in
+    its variables, bad ones first."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):

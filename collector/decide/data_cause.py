@@ -12,6 +12,7 @@ from .cause_clues import CauseClues, odd_text, samples_text, source_of, trial_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice
 from .replicas import page_of, peers
+from .script_cause import cause_in_script, script_of
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _OUT_OF_LINE = 30.0
@@ -96,6 +97,9 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
     others = [other for other in peers(clues.facts, first).values() if other.batch == first.batch]
     finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
     pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
+    lead = f"the model was handed {first.value} in {first.role}{pattern}{finite}; "
+    if (in_script := cause_in_script(script_of(rank, first.batch), lead)) is not None:
+        return in_script
     return OverflowCause(
         "data",
         _S,

@@ -31,6 +31,7 @@ from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, next_steps, overflow_at
 from .passed_values import PassedOperations, RankSummand, element_line, put_line, way_text
 from .replicas import page_of, peers
+from .script_cause import cause_between
 from .words import cascade_of, whose
 
 Answer = Literal["sum", "narrower", "no"]
@@ -135,15 +136,18 @@ def of_reduced(
         rank = facts.one(first.attempt, put.where.rank)
         whose_code = whose(facts, rank)
         evidence.append(put_line(put, ", every other rank finite numbers"))
+    hook = cause_between(rank, put.where.step) if put is not None else None
     return overflow_at(
         first,
         **whose_code,
+        cause=hook,
         statement=_statement(first, tier, found if settled else None, put) + cause,
         certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
         phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
         next=[
-            *_next(first, found, unseen if not settled else []),
+            *(hook.next if hook is not None else []),
+            *_next(first, found, unseen if not settled else [])[hook is not None :],
             *(explain_command(facts, first, of_sum=True) if settled and found.answer != "no" else []),
         ],
         cascade=cascade_of(facts, first.attempt, {other.rank for other in order.diagnoses}),
@@ -224,14 +228,17 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     what = f"{first.role} of {first.place}, batch {first.batch}{f' ({first.cause})' if first.cause else ''}"
     seen = f"rank {first.rank}: the gradient"
     code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
+    hook = cause_between(rank, first.step)
+    advice = [f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."]
     return overflow_at(
         first,
         **whose(facts, rank),
+        cause=hook,
         statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
         evidence=[f"{seen} was finite when the backward made it", *evidence, *first.notes, *failed],
-        next=[f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."],
+        next=hook.next if hook is not None else advice,
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+import msgspec
+
 from ...core.events import ScriptTensor
 from ...core.values import DTYPE_MAX
 from ...core.verdicts import Certainty
@@ -35,7 +37,7 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
         return None
     first = _first_made(bad)
     others = [f"`{each.name}`" for each in bad if each.name != first.name][:_MOST_TOLD]
-    handed = [each for each in tensors if each.name in first.uses and each.function == first.function]
+    handed = [each for each in tensors if _variable(each) in first.uses and each.function == first.function]
     finite = [each for each in handed if each.numbers.value == "finite"][:_MOST_TOLD]
     sizes = [_size_text(each) for each in finite]
     also = [f"so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"] if others else []
@@ -50,6 +52,10 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
     said = "; ".join([f"variable `{first.name}`{function} is {first.numbers.value}{place}", *also, *sizes])
     kind, steps = _kind_and_steps(first, handed)
     return OverflowCause(kind, Certainty.SUPPORTED, f"{lead}{said}", steps)
+
+
+def _variable(tensor: ScriptTensor) -> str:
+    return tensor.name.partition("[")[0]
 
 
 def _place(tensor: ScriptTensor) -> str:
@@ -89,7 +95,8 @@ def _suspects(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> list[str]:
     of_none = [name for name in able if name in _OF_NONE and min(sizes) == 0]
     if of_few or of_none:
         return of_few or of_none
-    return [name for name in able if name not in (*_OF_FEW, *_OF_NONE)]
+    able = [name for name in able if name not in (*_OF_FEW, *_OF_NONE)]
+    return [name for name in able if name != "pow"] or able
 
 
 def _is_bad(tensor: ScriptTensor) -> bool:
@@ -101,9 +108,21 @@ def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor:
     assigned first."""
     function = next((each.function for each in bad if each.line), bad[0].function)
     inner = [each for each in bad if each.function == function]
-    names = {each.name for each in inner}
-    makers = [each for each in inner if not (names - {each.name}) & set(each.uses)] or inner
+    names = {_variable(each) for each in inner}
+    makers = [each for each in inner if not (names - {_variable(each)}) & set(each.uses)] or inner
     return min(makers, key=lambda each: each.line or 1 << 30)
+
+
+def script_of(rank: RankFacts, batch: int) -> list[ScriptTensor]:
+    """The script's variables as a rank's first alarm found them, if that was in this batch."""
+    return next((each.again.script for each in rank.anomalies if each.again and each.where.batch == batch), [])
+
+
+def cause_between(rank: RankFacts, step: int) -> OverflowCause | None:
+    """The cause where the script changes gradients between the backward and this step."""
+    script = next((each.again.script for each in rank.anomalies if each.again and each.where.step == step), [])
+    found = cause_in_script(script)
+    return msgspec.structs.replace(found, kind="hook") if found is not None else None
 
 
 def cause_of_crash(rank: RankFacts) -> OverflowCause | None:

@@ -86,7 +86,7 @@ def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
             numbers, _ = numbers_of(tensor)
             if numbers.value:
                 nodes = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
-                at = _assigned(frame, name, line)
+                at = _assigned(frame, name.partition("[")[0], line)
                 function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
                 found.append(ScriptTensor(name, function, frame.f_code.co_filename, *at, numbers, nodes))
     bad = [each for each in found if each.numbers.value not in ("finite", "-inf") and not _IS_WRITTEN.search(each.code)]
@@ -95,11 +95,15 @@ def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
 
 
 def _tensors_in(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor): `loss`, or `grads[1]` for one in a short list."""
     for name, value in list(frame.f_locals.items()):
-        is_several = isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS
-        for each in value if is_several else (value,):
+        if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
+            found = [(f"{name}[{at}]", each) for at, each in enumerate(value)]
+        else:
+            found = [(name, value)]
+        for known, each in found:
             if type(each) is torch.Tensor and has_numbers(each) and 0 < each.numel() <= _MOST_ELEMENTS:
-                yield name, each
+                yield known, each
 
 
 # The line that assigns a variable.
@@ -142,9 +146,12 @@ def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _assignments(function: ast.AST, name: str) -> Iterator[tuple[Any, ast.expr]]:
+    """Where a name is bound. `x /= 2` changes what it is bound to, which may have been bad before."""
     for each in ast.walk(function):
+        if isinstance(each, ast.AugAssign):
+            continue
         targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-        value = getattr(each, "value", None)
+        value = getattr(each, "iter" if isinstance(each, ast.For) else "value", None)
         if value is not None and any(_holds(target, name) for target in targets):
             yield each, value
 

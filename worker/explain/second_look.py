@@ -11,6 +11,7 @@ alarm.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from ...core.events import (
     ReducedElement,
     ScriptTensor,
 )
-from ...core.frames import RowKind, format_number, module_text
+from ...core.frames import FramePhase, RowKind, format_number, module_text
 from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.signal_errors import from_outside
@@ -117,7 +118,7 @@ class SecondLook:
             update=update,
             reduced=reduced,
             losses=losses,
-            script=self._script_of(losses),
+            script=self._script_of(bad, losses),
         )
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
@@ -192,12 +193,17 @@ class SecondLook:
         found = [loss() for loss in graph.losses[:_MOST_LOSSES]] if graph is not None else []
         return [numbers_of(loss)[0] for loss in found if loss is not None]
 
-    def _script_of(self, losses: list[OperandNumbers]) -> list[ScriptTensor]:
-        """The script's variables, if the backward that is running began from a bad loss."""
-        if all(loss.value in ("finite", "") for loss in losses):
+    def _script_of(self, bad: NonFiniteRow, losses: list[OperandNumbers]) -> list[ScriptTensor]:
+        """The script's variables, where its own code may have made the value: a loss, an argument, a gradient that it
+        changes before the step. [] if the numbers arrived later, when the variables may be others."""
+        if self._rows.device_buffer is not None and not self._progress.settings.sync:
             return []
-        engine = running_engine()
-        return script_tensors(running_frames(engine)) if engine is not None else []
+        if bad.frame.phase == FramePhase.BACKWARD:
+            engine = running_engine() if any(loss.value not in ("finite", "") for loss in losses) else None
+            return script_tensors(running_frames(engine)) if engine is not None else []
+        is_handed = bad.frame.phase == FramePhase.FORWARD and not all(row.finite for row in bad.frame.inputs)
+        is_of_step = bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
+        return script_tensors(running_frames(sys._getframe())) if is_handed or is_of_step else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.
