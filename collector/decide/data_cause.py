@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ...core.events import SAMPLES, BadOperation
 from ...core.frames import Frame, FramePhase
 from ...core.roles import RoleKind
@@ -98,8 +100,9 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
     finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
     pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
     lead = f"the model was handed {first.value} in {first.role}{pattern}{finite}; "
-    if (in_script := cause_in_script(script_of(rank, first.batch), lead)) is not None:
-        return in_script
+    in_script = cause_in_script(script_of(rank, first.batch), lead)
+    if in_script is not None:
+        return in_script if in_script.kind == "domain" else msgspec.structs.replace(in_script, kind="data")
     return OverflowCause(
         "data",
         _S,

@@ -13,6 +13,7 @@ from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
+from .known_crashes import known_lines, known_steps
 from .script_cause import cause_of_crash
 from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
@@ -272,9 +273,10 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         inside = f", inside `{error.module}`" if error.module else ""
         last = error_line(error.message)
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
-        evidence = [error.traceback.strip()]
+        evidence = [*known_lines(error.message), error.traceback.strip()]
         where = error.where
         hint = "The script itself failed: its traceback is above, and in the job's output."
+        hint = next(iter(known_steps(error.message)), hint)
     elif seen is not None and first.left_silently:
         statement = f"{who} exited with code 0 {doing(seen)}, before its script had ended."
         evidence = [f"its process ended by itself, and its recorder says: {doing(seen)}"]

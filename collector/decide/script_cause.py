@@ -42,7 +42,7 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
     sizes = [_size_text(each) for each in finite]
     also = [f"so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"] if others else []
     function = f" of `{first.function}`" if first.function != "<module>" else ""
-    place = f" ({_place(first)}: `{first.code}`)" if first.line else ""
+    place = f" (assigned at {_place(first)}: `{first.code}`)" if first.line else ""
     behind = [f"`{name}`" for node in first.nodes if (name := operation_of_node(node))]
     if behind:
         also.append(
@@ -81,7 +81,7 @@ def _kind_and_steps(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> tupl
     if not is_nan and dtype in _OF_16_BITS:
         limit = f"{dtype} holds at most {DTYPE_MAX[dtype]:g}"
         return "precision", [f"{limit}: compute that line in float32. Not tried."]
-    at = f" at {_place(first)}" if first.line else ""
+    at = f" at {_place(first)}, or changes it after that" if first.line else ""
     return "script", [f"Look at what computes `{first.name}`{at}."]
 
 

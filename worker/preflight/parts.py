@@ -23,12 +23,12 @@ from msgspec.structs import replace
 from ...core.errors import Code
 from ...core.gpu.counters import gpu_of_rank
 from ...core.identity import RankIdentity, is_peer_failure
+from ...core.known_errors import explain
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
 from ..device.accelerator import gpu_in_use, gpu_of
 from .bandwidth import measure
-from .blame.known_errors import explain
 from .device_tests import AllocationResult, allocate, compute
 from .group_collectives import check_group, join
 from .inventory import HealthResult, check_health, gather, gather_device

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from gpuwatch.worker.preflight.blame.known_errors import explain
+from gpuwatch.core.known_errors import explain
 from hypothesis import given
 from hypothesis import strategies as st
 
-DATA = Path(__file__).parents[3] / "data" / "nccl"
+DATA = Path(__file__).parents[1] / "data" / "nccl"
 
 
 class Case(NamedTuple):
