@@ -208,7 +208,7 @@ class WorkerSession:
 
             tensors: list[ScriptTensor] = []
             if not isinstance(error, OverflowDetected) and (message is None or speaks_of_nan(message)):
-                tensors = script_tensors(frames_of(error.__traceback__))
+                tensors = script_tensors(frames_of(error.__traceback__), waits=False)
             if message is not None or any(each.numbers.value == "nan" for each in tensors):
                 return tensors
         return []

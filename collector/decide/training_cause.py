@@ -9,11 +9,13 @@ from ..report.model import OverflowCause
 from ..report.sentence_parts import ranks_text
 from .cause_clues import CauseClues
 from .growth import ModuleGrowth, growth_of
-from .replicas import OddWeight
+from .replicas import OddWeight, page_of
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _DIVERGED = 2
 """Batches in a row in which outputs grow, for a training that diverges. One alone is one step."""
+_LARGE = 100.0
+"""abs max that weights of a healthy training do not have."""
 
 
 def of_training(clues: CauseClues) -> OverflowCause | None:
@@ -36,9 +38,16 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
                 "the learning rate, a copy or a load by the script. None of these was tried."
             ],
         )
-    if grown is not None and grown.alike and first.step > 0:
+    if grown is not None and grown.alike and first.step > 0 and _has_large_weight(clues, grown.module):
         return _one_step(clues, grown)
     return None
+
+
+def _has_large_weight(clues: CauseClues, module: str) -> bool:
+    """Whether a weight of the module explains outputs that are large on all ranks: their data may be it, too."""
+    page = page_of(clues.facts, clues.first)
+    rows = page.weights() if page is not None else {}
+    return any(name == module and (row.abs_max or 0.0) > _LARGE for (name, _), row in rows.items())
 
 
 def _diverged(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:

@@ -256,6 +256,16 @@ def late_device() -> StatsDevice | None:
     return late
 
 
+def is_at_rest(device: torch.device) -> bool:
+    """Whether nothing is queued on a device's current stream, so that reading from it waits for nothing.
+
+    A stream that waits for a collective of ranks that are gone would be waited for without end.
+    """
+    if device.type == "cpu":
+        return True
+    return bool(torch.get_device_module(device).current_stream(device).query())
+
+
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Whether the numbers of a tensor arrive later, from a device."""
     return not tensor.is_cpu or late_device() is not None

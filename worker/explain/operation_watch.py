@@ -29,7 +29,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.events import BadOperation, OperandNumbers
-from ...core.signal_errors import from_outside
+from ...core.signal_errors import from_outside, suppress_own
 from ...core.values import NonFinite
 from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
@@ -289,9 +289,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ) -> BadOperation:
         if len(handed.copies) < len({id(leaf) for leaf in handed.written}):
             return found
-        own_args, own_kwargs = operands_with(args, kwargs, handed.copies)
-        first = without_modes(handed_for_first, func, own_args, own_kwargs, tensor)
-        return replace(found, handed=first, trials=without_modes(trials_of, func, own_args, own_kwargs, tensor.dtype))
+        with suppress_own(Exception):  # no memory for a trial: the operation is known all the same
+            own_args, own_kwargs = operands_with(args, kwargs, handed.copies)
+            first = without_modes(handed_for_first, func, own_args, own_kwargs, tensor)
+            trials = without_modes(trials_of, func, own_args, own_kwargs, tensor.dtype)
+            return replace(found, handed=first, trials=trials)
+        return found
 
     def _place(self) -> CodePlace:
         """The innermost module, and the innermost line that is not torch's."""

@@ -18,7 +18,7 @@ import torch
 
 from ...core.events import ScriptTensor
 from ...core.signal_errors import suppress_own
-from ..device.device import without_modes
+from ..device.device import is_at_rest, without_modes
 from .operands import has_numbers, numbers_of
 from .operation_watch import is_users_file
 from .saved_operands import outside_domain
@@ -64,17 +64,17 @@ def running_frames(frame: FrameType | None) -> list[RunningFrame]:
     return found
 
 
-def script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
+def script_tensors(frames: Iterable[RunningFrame], *, waits: bool) -> list[ScriptTensor]:
     """The tensors among the local variables of the script's own functions, if one of them holds nan or inf; else [].
 
-    Bad ones first. Waits for the device. Raises nothing of its own.
+    Bad ones first. Raises nothing of its own. `waits`: for the device; else a tensor on one that is at work is left out.
     """
     with suppress_own(Exception):
-        return without_modes(_script_tensors, frames)
+        return without_modes(_script_tensors, frames, waits)
     return []
 
 
-def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
+def _script_tensors(frames: Iterable[RunningFrame], waits: bool) -> list[ScriptTensor]:
     own = [each for each in frames if is_users_file(each[0].f_code.co_filename)][:_MOST_FRAMES]
     found: list[ScriptTensor] = []
     read = elements = 0
@@ -82,6 +82,8 @@ def _script_tensors(frames: Iterable[RunningFrame]) -> list[ScriptTensor]:
         for name, tensor in _tensors_in(frame):
             if read == _MOST_TENSORS or elements + tensor.numel() > _MOST_ELEMENTS:
                 break
+            if not waits and not is_at_rest(tensor.device):
+                continue
             read, elements = read + 1, elements + tensor.numel()
             numbers, _ = numbers_of(tensor)
             if numbers.value:

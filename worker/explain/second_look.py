@@ -200,10 +200,10 @@ class SecondLook:
             return []
         if bad.frame.phase == FramePhase.BACKWARD:
             engine = running_engine() if any(loss.value not in ("finite", "") for loss in losses) else None
-            return script_tensors(running_frames(engine)) if engine is not None else []
+            return script_tensors(running_frames(engine), waits=True) if engine is not None else []
         is_handed = bad.frame.phase == FramePhase.FORWARD and not all(row.finite for row in bad.frame.inputs)
         is_of_step = bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
-        return script_tensors(running_frames(sys._getframe())) if is_handed or is_of_step else []
+        return script_tensors(running_frames(sys._getframe()), waits=True) if is_handed or is_of_step else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.
