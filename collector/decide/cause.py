@@ -17,7 +17,7 @@ from .cause_clues import CauseClues, trial_of
 from .data_cause import of_batch, of_input, of_samples
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
-from .training_cause import of_copy, of_start, of_training
+from .training_cause import of_copy, of_growth, of_start, of_training
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 
@@ -35,7 +35,9 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if first.mask or first.turned is not None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
-        return cause_of_backward(clues.facts, first)
+        return cause_of_backward(clues.facts, first) or of_growth(clues)
+    if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
+        return of_growth(clues)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.changed:
         return None
     return _of_forward(clues)
@@ -57,7 +59,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if again is not None and again.value == "finite":
         return _unrepeatable("forward", [again])
     if operation is None:
-        return None
+        return of_growth(clues)
     alone = trial_in(operation, NOTHING)
     if alone is not None and alone.value == "finite":
         return _unrepeatable(operation.op, [alone])

@@ -38,6 +38,7 @@ from .overflow_words import (
 )
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
+from .training_cause import of_growth
 from .unlike_ranks import unlike_tensor
 from .words import between_text, cascade_of, step_for_compiled, whose
 
@@ -262,15 +263,17 @@ def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once, and none made it in a watched place. No rank is named."""
     first = tier[0]
     skipped = first.source == "skipped"
+    cause = of_growth(CauseClues(facts, first))
     return overflow_at(
         first,
+        cause=cause,
         statement=_unknown_sentence(tier),
         certainty=Certainty.UNKNOWN,
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
         evidence=[*(f"{rank_name(d.rank)}: {d.text}, batch {d.batch}" for d in tier[:8]), *first.notes],
         between=first.between,
-        next=next_steps(first, clues_of(facts, first)),
+        next=next_steps(first, replace(clues_of(facts, first), cause=cause)),
     )
 
 

@@ -18,14 +18,22 @@ _LARGE = 100.0
 """abs max that weights of a healthy training do not have."""
 
 
+def of_growth(clues: CauseClues) -> OverflowCause | None:
+    """Outputs that ran away on all ranks alike, over several batches."""
+    grown = _grown(clues)
+    return _diverged(clues, grown) if grown is not None and grown.steps >= _DIVERGED else None
+
+
+def _grown(clues: CauseClues) -> ModuleGrowth | None:
+    grown = growth_of(clues.facts, clues.first)
+    return grown if grown is not None and (grown.alike or not grown.unlike) else None
+
+
 def of_training(clues: CauseClues) -> OverflowCause | None:
     """Outputs that ran away on all ranks alike, over several batches or with one step."""
     first = clues.first
-    grown = growth_of(clues.facts, first)
-    if grown is not None and grown.unlike and not grown.alike:
-        grown = None
-    if grown is not None and grown.steps >= _DIVERGED:
-        return _diverged(clues, grown)
+    if (diverged := of_growth(clues)) is not None:
+        return diverged
     if clues.wild is not None and clues.wild.against.rpartition(" in ")[2].startswith("batch"):
         wild = clues.wild
         return OverflowCause(
@@ -38,6 +46,7 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
                 "the learning rate, a copy or a load by the script. None of these was tried."
             ],
         )
+    grown = _grown(clues)
     if grown is not None and grown.alike and first.step > 0 and _has_large_weight(clues, grown.module):
         return _one_step(clues, grown)
     return None

@@ -67,7 +67,7 @@ def running_frames(frame: FrameType | None) -> list[RunningFrame]:
 def script_tensors(frames: Iterable[RunningFrame], *, waits: bool) -> list[ScriptTensor]:
     """The tensors among the local variables of the script's own functions, if one of them holds nan or inf; else [].
 
-    Bad ones first. Raises nothing of its own. `waits`: for the device; else a tensor on one that is at work is left out.
+    Bad ones first. Raises nothing of its own. `waits`: for the device; else what is on one that is at work is left out.
     """
     with suppress_own(Exception):
         return without_modes(_script_tensors, frames, waits)
