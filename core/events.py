@@ -218,6 +218,8 @@ class ScriptTensor(msgspec.Struct, frozen=True):
     numbers: OperandNumbers
     nodes: list[str] = []
     """Operations in its graph that were handed numbers outside of their domain: `DivBackward0`."""
+    counts: bool = False
+    """It is what a backward began from; or the line that ended the script, or a condition around it, depends on it."""
 
 
 class LookedAgain(msgspec.Struct, frozen=True):
@@ -274,8 +276,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     losses: list[OperandNumbers] = []
     """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
     script: list[ScriptTensor] = []
-    """Where one of `losses` is not finite, or the script has handed the value to a model or to a step: the tensors in
-    its variables, bad ones first."""
+    """Where one of `losses` is not finite, or the script may have changed a gradient before a step: the tensors in its
+    variables, bad ones first."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -329,7 +331,10 @@ class CauseTrial(msgspec.Struct, frozen=True):
 
 
 class OddSamples(msgspec.Struct, frozen=True):
-    """Samples of a batch that stand out from the other samples of it, in one argument of a call."""
+    """Indices along dim 0 of one argument of a call that stand out from the others: samples, if dim 0 counts those.
+
+    They are also the only ones along dim 0 of the bad tensor that hold the bad value.
+    """
 
     module: str
     """The module that was handed them."""
@@ -343,9 +348,10 @@ class OddSamples(msgspec.Struct, frozen=True):
     """`large`, `zero`, or `constant`"""
     abs_max: float
     """The largest of theirs."""
-    lowest: float
     highest: float
-    """The range of abs max of the other samples."""
+    """The largest abs max of the other samples."""
+    before: float | None = None
+    """The largest abs max of that argument in earlier batches; None if none of them is known."""
 
 
 class BadOperation(msgspec.Struct, frozen=True):

@@ -12,15 +12,19 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ...core.events import GraphNode, LookedAgain, OperandNumbers
+from ...core.frames import FramePhase
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_rules import OPERATION_RULES
+from .replicas import page_of
 from .script_cause import cause_in_script
 
 _MOST_NAMED = 3
+_HUGE = 1e9
+"""An output that is larger was none of a healthy model."""
 
 
 def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
@@ -33,11 +37,13 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     bad_loss = next((loss for loss in losses if loss.value not in ("finite", "")), None)
     is_outside = first.source == "outside"
     if bad_loss is not None and is_outside:
-        return _of_loss(bad_loss, graph, alarm.again)
+        return _of_loss(facts, first, bad_loss, graph, alarm.again)
     if bad_loss is not None or not (is_outside or first.is_origin):
         return None
-    names = _singular(_makers(graph, first.module if first.is_origin else ""))
-    if not names:
+    makers = _makers(graph, first.module if first.is_origin else "")
+    names = _singular(makers)
+    # what a function of the script's own does is not known; a gradient of 16 bits may be too large
+    if not names or any(node.opaque for node in makers) or first.dtype in ("float16", "bfloat16"):
         return None
     rules = {name: derivative_rule(name) for name in names}
     where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
@@ -47,8 +53,7 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     return OverflowCause(
         "domain",
         Certainty.SUPPORTED,
-        f"{size}of the operations {where}, {'only ' if len(rules) == 1 else ''}{listed} {has} that is not finite for "
-        f"finite numbers",
+        f"{size}of the operations {where}, {listed} {has} that is not finite for finite numbers",
         [
             f"Make what `{name}` is handed safe: {rule.mend}{INSIDE}. Not tried: its operands are gone by then."
             for name, rule in rules.items()
@@ -56,7 +61,16 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     )
 
 
-def _of_loss(loss: OperandNumbers, graph: Sequence[GraphNode], again: LookedAgain) -> OverflowCause:
+def _largest_output(facts: RunFacts, first: LocalDiagnosis) -> float:
+    """abs max of what the modules of the model returned in that batch."""
+    page = page_of(facts, first)
+    frames = [frame for frame in page.frames if frame.phase == FramePhase.FORWARD] if page is not None else []
+    return max((row.abs_max or 0.0 for frame in frames for row in frame.outputs if row.finite), default=0.0)
+
+
+def _of_loss(
+    facts: RunFacts, first: LocalDiagnosis, loss: OperandNumbers, graph: Sequence[GraphNode], again: LookedAgain
+) -> OverflowCause | None:
     """The loss was not finite before the backward began, and what the model returned was."""
     if loss.dtype == "float16" and loss.value == "+inf" and again.loss_scale is not None and again.loss_scale > 1:
         return OverflowCause(
@@ -65,6 +79,8 @@ def _of_loss(loss: OperandNumbers, graph: Sequence[GraphNode], again: LookedAgai
             f"the loss times the GradScaler's scale of {again.loss_scale:g} is {loss.value} in float16",
             ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
         )
+    if _largest_output(facts, first) > _HUGE:
+        return None  # a loss of such outputs may be too large a number
     lead = f"the loss was {loss.value} before its backward began, and what the model returned was finite"
     in_script = cause_in_script(again.script, f"{lead}; ")
     if in_script is not None and in_script.kind == "domain":

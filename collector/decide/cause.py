@@ -35,7 +35,7 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if first.mask or first.turned is not None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
-        return cause_of_backward(clues.facts, first) or of_growth(clues)
+        return of_growth(clues) or cause_of_backward(clues.facts, first)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
         return of_growth(clues)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.changed:
@@ -69,12 +69,10 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)
     # the result is too large a number: its operands are
-    large = of_samples(clues, operation) or of_training(clues) or of_start(clues) or of_batch(clues)
+    large = of_training(clues) or of_samples(clues, operation) or of_start(clues) or of_precision(clues, operation)
     if large is not None:
         return large
-    if domain:
-        return of_domain(clues, operation, domain)
-    return of_precision(clues, operation)
+    return of_domain(clues, operation, domain) if domain else of_batch(clues)
 
 
 def _unrepeatable(what: str, trials: list[CauseTrial]) -> OverflowCause:

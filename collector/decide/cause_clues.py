@@ -35,11 +35,12 @@ def trial_of(trials: Sequence[CauseTrial], changed: str) -> CauseTrial | None:
 
 
 def samples_text(odd: OddSamples, source: BatchSource | None = None) -> str:
-    """`sample 6 of 8`, `samples 1, 2 and 5 of 64`; with the data set's indices where `source` tells them."""
+    """`row 6 of 8 (dim 0)`, `sample 6 of 8 (index 77 of data set `DS`)`: only a loader tells that dim 0 is samples."""
     more = f" and {len(odd.indices) - _MOST_SHOWN} more" if len(odd.indices) > _MOST_SHOWN else ""
-    text = f"sample{'s' if len(odd.indices) > 1 else ''} {_listed(odd.indices)}{more} of {odd.size}"
+    numbers = f"{'s' if len(odd.indices) > 1 else ''} {_listed(odd.indices)}{more} of {odd.size}"
     if source is None:
-        return text
+        return f"row{numbers} (dim 0)"
+    text = f"sample{numbers}"
     known = [source.indices[each] for each in odd.indices]
     return f"{text} (index {_listed(known)} of data set `{source.dataset}`)"
 

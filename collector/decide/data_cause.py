@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from ...core.events import SAMPLES, BadOperation
+from ...core.events import NOTHING, SAMPLES, BadOperation
 from ...core.frames import Frame, FramePhase
 from ...core.roles import RoleKind
 from ...core.verdicts import Certainty
@@ -14,7 +12,6 @@ from .cause_clues import CauseClues, odd_text, samples_text, source_of, trial_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice
 from .replicas import page_of, peers
-from .script_cause import cause_in_script, script_of
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _OUT_OF_LINE = 30.0
@@ -22,19 +19,27 @@ _OUT_OF_LINE = 30.0
 
 
 def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | None:
-    """One sample is far larger than all others, and without it the same forward is finite."""
+    """Samples that are far larger than all others, and without which the same forward is finite.
+
+    None if the batches before had as large ones. The forward as it was, run last, must have made the value again.
+    """
     ran = clues.ran
-    odd = ran.samples if ran is not None else None
-    tried = trial_of(ran.trials if ran is not None else [], SAMPLES)
+    odd, trials = (ran.samples, ran.trials) if ran is not None else (None, [])
+    tried = trial_of(trials, SAMPLES)
     if odd is None or odd.how != "large" or tried is None or tried.value != "finite":
+        return None
+    again = trials[-1]
+    is_made_again = again.changed == NOTHING and again.value not in ("", "finite")
+    if not is_made_again or (odd.before or 0.0) * _OUT_OF_LINE > odd.abs_max:
         return None
     it, which = "it" if len(odd.indices) == 1 else "them", samples_text(odd, source_of(clues, odd))
     also, advice = of_precision(clues, operation), domain_advice(operation)
-    finite = f"tried: with {it} replaced by another sample of the batch, the same forward is finite"
+    earlier = f", and at most {number_text(odd.before)} in the batches before" if odd.before is not None else ""
+    finite = f"tried: with {it} replaced by another of the batch, the same forward is finite"
     return OverflowCause(
         "data",
-        _E,
-        f"{odd_text(clues, odd)}; {finite} (abs max {number_text(tried.abs_max)})",
+        _E if odd.before is not None else _S,
+        f"{odd_text(clues, odd)}{earlier}; {finite} (abs max {number_text(tried.abs_max)})",
         [
             f"Look at {which} of that batch: leave {it} out, or clip or normalise what the data set "
             f"returns. Leaving {it} out was tried (see the cause); clipping was not.",
@@ -43,7 +48,7 @@ def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | No
                 for step in [*(also.next if also is not None else []), *filter(None, [advice])]
             ),
         ],
-        [tried, *(also.trials if also is not None else [])],
+        [tried, again, *(also.trials if also is not None else [])],
         odd,
     )
 
@@ -99,13 +104,9 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
     others = [other for other in peers(clues.facts, first).values() if other.batch == first.batch]
     finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
     pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
-    lead = f"the model was handed {first.value} in {first.role}{pattern}{finite}; "
-    in_script = cause_in_script(script_of(rank, first.batch), lead)
-    if in_script is not None:
-        return in_script if in_script.kind == "domain" else msgspec.structs.replace(in_script, kind="data")
     return OverflowCause(
         "data",
         _S,
-        f"the batch itself: {first.role} held {first.value}{pattern} as the model was handed it{finite}",
+        f"the batch itself: {first.role} holds {first.value}{pattern}{finite}",
         ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
     )

@@ -136,7 +136,7 @@ def of_reduced(
         rank = facts.one(first.attempt, put.where.rank)
         whose_code = whose(facts, rank)
         evidence.append(put_line(put, ", every other rank finite numbers"))
-    hook = cause_between(rank, put.where.step) if put is not None else None
+    hook = cause_between(rank, put.where.step, put.elements) if put is not None else None
     return overflow_at(
         first,
         **whose_code,
@@ -228,17 +228,14 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     what = f"{first.role} of {first.place}, batch {first.batch}{f' ({first.cause})' if first.cause else ''}"
     seen = f"rank {first.rank}: the gradient"
     code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
-    hook = cause_between(rank, first.step)
-    advice = [f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."]
     return overflow_at(
         first,
         **whose(facts, rank),
-        cause=hook,
         statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
         evidence=[f"{seen} was finite when the backward made it", *evidence, *first.notes, *failed],
-        next=hook.next if hook is not None else advice,
+        next=[f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from ...core.events import BadOperation
+from ...core.events import SAMPLES, BadOperation
 from ...core.values import DTYPE_MAX
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
-from .cause_clues import CauseClues, odd_text
+from .cause_clues import CauseClues, odd_text, trial_of
 from .operation_rules import domain_advice, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _OF_16_BITS = ("float16", "bfloat16")
 _OF_ROWS = ("softmax", "log_softmax", "logsumexp", "safe_softmax")
-KEEP_OPEN = "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
+KEEP_OPEN = (
+    "A row that is -inf everywhere, of a mask or of log-probabilities of 0, makes softmax nan: keep one position open, "
+    "or use torch.where."
+)
 
 
 def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> OverflowCause:
     """An operand was outside of what the operation is defined for."""
     in_float64 = trial_in(operation, "float64")
-    tried = ""
-    if in_float64 is not None and in_float64.value != "finite":
-        tried = f": no dtype mends that; tried: in float64 it is {in_float64.value}, too"
-    first = ""
+    parts = [f"{named(operation)}: {words}"]
     if operation.handed:
-        first = f" (first element: {', '.join(f'{number:.4g}' for number in operation.handed)} in)"
-    odd = clues.ran.samples if clues.ran is not None else None
-    sample = f"; {odd_text(clues, odd)}" if odd is not None and odd.how != "large" else ""
+        parts[0] += f" (first element: {', '.join(f'{number:.9g}' for number in operation.handed)} in)"
+    if in_float64 is not None and in_float64.value != "finite":
+        parts.append(f"tried: this operation alone, on these operands, is {in_float64.value} in float64, too")
+    ran = clues.ran
+    odd = ran.samples if ran is not None else None
+    without = trial_of(ran.trials, SAMPLES) if ran is not None else None
+    is_of_samples = odd is not None and without is not None and without.value == "finite"
+    if odd is not None and is_of_samples:
+        parts.append(f"{odd_text(clues, odd)}, and without {'it' if len(odd.indices) == 1 else 'them'} it is finite")
     advice = domain_advice(operation)
     return OverflowCause(
         "domain",
         _E if in_float64 is not None or operation.handed else _S,
-        f"{named(operation)} was asked for {words}{first}{tried}{sample}",
+        "; ".join(parts),
         [advice] if advice else [],
-        [in_float64] if in_float64 is not None else [],
-        odd if sample else None,
+        [each for each in (in_float64, without) if each is not None],
+        odd if is_of_samples else None,
     )
 
 
@@ -76,4 +82,5 @@ def of_closed_rows(operation: BadOperation) -> OverflowCause:
 def named(operation: BadOperation) -> str:
     """The operation in a sentence."""
     name = operation.op.removeprefix("aten.").partition(".")[0].strip("_")
+    name = name.removesuffix("_forward")
     return f"the conversion to {operation.output.dtype}" if name == "to_copy" else f"`{name}`"

@@ -251,6 +251,7 @@ _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = (
     "float16 holds at most 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 )
+_LARGE = 100.0
 _SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
 
 
@@ -388,7 +389,8 @@ def _step_for_operands(operation: BadOperation) -> str:
     *rest, last = sizes or ["unknown"]
     listed = f"{', '.join(rest)} and {last}" if rest else last
     at = f" at {PurePath(operation.file).name}:{operation.line}" if operation.file else ""
-    return f"Look at what makes the operands of that operation{at} so large: abs max {listed}."
+    are_large = max((each.abs_max or 0.0 for each in operation.inputs), default=0.0) > _LARGE
+    return f"Look at what makes the operands of that operation{at}{' so large' if are_large else ''}: abs max {listed}."
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

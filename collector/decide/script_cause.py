@@ -28,17 +28,18 @@ _NODE_TEXT = re.compile(r"Function '(\w+)' returned nan values in its \d+th outp
 
 
 def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> OverflowCause | None:
-    """The variable that became bad first, as far as the lines tell; None if none is bad.
+    """The variable that became bad first, as far as the lines tell; None if none that counts is bad.
 
     `lead`: what is known beside it, a clause that ends in a semicolon.
     """
     bad = [each for each in tensors if _is_bad(each)]
-    if not bad:
-        return None
     first = _first_made(bad)
-    others = [f"`{each.name}`" for each in bad if each.name != first.name][:_MOST_TOLD]
+    if first is None:
+        return None
+    others = [f"`{each.name}`" for each in bad if each.counts and each.name != first.name][:_MOST_TOLD]
     handed = [each for each in tensors if _variable(each) in first.uses and each.function == first.function]
-    finite = [each for each in handed if each.numbers.value == "finite"][:_MOST_TOLD]
+    finite = [each for each in handed if each.numbers.value == "finite"]
+    finite = [each for each in finite if "[" not in each.name or each.numbers.abs_max == 0][:_MOST_TOLD]
     sizes = [_size_text(each) for each in finite]
     also = [f"so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"] if others else []
     function = f" of `{first.function}`" if first.function != "<module>" else ""
@@ -95,33 +96,33 @@ def _suspects(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> list[str]:
     of_none = [name for name in able if name in _OF_NONE and min(sizes) == 0]
     if of_few or of_none:
         return of_few or of_none
-    able = [name for name in able if name not in (*_OF_FEW, *_OF_NONE)]
-    return [name for name in able if name != "pow"] or able
+    return [name for name in able if name not in (*_OF_FEW, *_OF_NONE, "pow")]
 
 
 def _is_bad(tensor: ScriptTensor) -> bool:
     return tensor.numbers.value not in ("finite", "-inf", "")
 
 
-def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor:
-    """One of the innermost function that assigns some, whose line uses no other bad variable; of several the one
-    assigned first."""
-    function = next((each.function for each in bad if each.line), bad[0].function)
-    inner = [each for each in bad if each.function == function]
-    names = {_variable(each) for each in inner}
-    makers = [each for each in inner if not (names - {_variable(each)}) & set(each.uses)] or inner
-    return min(makers, key=lambda each: each.line or 1 << 30)
+def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor | None:
+    """From a variable that counts back along the lines, as long as one that a line uses is bad, too."""
+    ends = [each for each in bad if each.counts]
+    first = next((each for each in ends if each.line), ends[0] if ends else None)
+    known = {id(first)}
+    while first is not None:
+        inner = [each for each in bad if each.function == first.function and id(each) not in known]
+        used = next((each for each in inner if _variable(each) in first.uses), None)
+        if used is None:
+            return first
+        known.add(id(used))
+        first = used
+    return None
 
 
-def script_of(rank: RankFacts, batch: int) -> list[ScriptTensor]:
-    """The script's variables as a rank's first alarm found them, if that was in this batch."""
-    return next((each.again.script for each in rank.anomalies if each.again and each.where.batch == batch), [])
-
-
-def cause_between(rank: RankFacts, step: int) -> OverflowCause | None:
-    """The cause where the script changes gradients between the backward and this step."""
+def cause_between(rank: RankFacts, step: int, elements: int) -> OverflowCause | None:
+    """The cause where the script changes gradients before it hands them on: a variable of as many elements is bad."""
     script = next((each.again.script for each in rank.anomalies if each.again and each.where.step == step), [])
-    found = cause_in_script(script)
+    handed = [msgspec.structs.replace(each, counts=math.prod(each.numbers.shape or ()) == elements) for each in script]
+    found = cause_in_script(handed)
     return msgspec.structs.replace(found, kind="hook") if found is not None else None
 
 

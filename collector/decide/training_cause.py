@@ -25,8 +25,17 @@ def of_growth(clues: CauseClues) -> OverflowCause | None:
 
 
 def _grown(clues: CauseClues) -> ModuleGrowth | None:
+    """None without a large weight: it may be what the model is handed that grows."""
     grown = growth_of(clues.facts, clues.first)
-    return grown if grown is not None and (grown.alike or not grown.unlike) else None
+    is_alike = grown is not None and (grown.alike or not grown.unlike)
+    return grown if is_alike and _largest_weight(clues) > _LARGE else None
+
+
+def _largest_weight(clues: CauseClues) -> float:
+    """abs max over all weights that the page shows as finite."""
+    page = page_of(clues.facts, clues.first)
+    rows = page.weights().values() if page is not None else ()
+    return max((row.abs_max for row in rows if row.finite and row.abs_max is not None), default=0.0)
 
 
 def of_training(clues: CauseClues) -> OverflowCause | None:
@@ -47,16 +56,9 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
             ],
         )
     grown = _grown(clues)
-    if grown is not None and grown.alike and first.step > 0 and _has_large_weight(clues, grown.module):
+    if grown is not None and grown.alike and first.step > 0:
         return _one_step(clues, grown)
     return None
-
-
-def _has_large_weight(clues: CauseClues, module: str) -> bool:
-    """Whether a weight of the module explains outputs that are large on all ranks: their data may be it, too."""
-    page = page_of(clues.facts, clues.first)
-    rows = page.weights() if page is not None else {}
-    return any(name == module and (row.abs_max or 0.0) > _LARGE for (name, _), row in rows.items())
 
 
 def _diverged(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
@@ -69,7 +71,8 @@ def _diverged(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
         "divergence",
         _S,
         f"the training diverged {where} from batch {grown.batches[1]} on: abs max of what "
-        f"{module_text(grown.module, grown.cls)} returned went {went} in batches {batches[0]} to {batches[-1]}"
+        f"{module_text(grown.module, grown.cls)} returned went {went} in batches {batches[0]} to {batches[-1]}, the "
+        f"largest weight is {number_text(_largest_weight(clues))}"
         f"{_by_optimizer(clues)}",
         [
             f"Lower the learning rate{lower}, warm it up, or clip the gradients (clip_grad_norm_); and look at what "
@@ -109,10 +112,12 @@ def _by_optimizer(clues: CauseClues) -> str:
 
 
 def of_start(clues: CauseClues) -> OverflowCause | None:
-    """A weight that was very large before the first step."""
-    if clues.large is None or clues.first.step > 0:
+    """A weight that was very large before the first step, and that the operation was handed."""
+    if clues.large is None or clues.operation is None or clues.first.step > 0:
         return None
     place, size = clues.large
+    if size not in [number_text(each.abs_max) for each in clues.operation.inputs]:
+        return None
     return OverflowCause(
         "start",
         _S,

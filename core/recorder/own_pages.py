@@ -36,6 +36,20 @@ class OwnPages:
             self._decode(page, at, position) for head, at in self.segments(page) for position in range(head[_FRAMES])
         ]
 
+    def before(self, page: OpenPage) -> list[OpenPage]:
+        """Earlier pages of the same root that the ring still holds something of, the first of them first."""
+        found: dict[int, OpenPage] = {}
+        number = min(page.held, default=0) - 1
+        while (at := self._writer.segment_at(number)) is not None:
+            with self._writer.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as view:
+                head = view.tolist()
+            if head[SegmentField.ROOT] == page.root and head[SegmentField.PAGE] < page.number:
+                batch, step = head[SegmentField.BATCH], head[SegmentField.STEP]
+                number_of = head[SegmentField.PAGE]
+                found.setdefault(number_of, OpenPage(number_of, page.root, batch, step)).held.insert(0, number)
+            number -= 1
+        return [found[key] for key in sorted(found)]
+
     def table(self, at: int, dtype: Any, count: int) -> Any:
         """A table of the file as a NumPy array of records, in place: `count` of `dtype` from offset `at` on."""
         import numpy  # not at the top: a process that only writes does without it

@@ -164,26 +164,24 @@ def zero_row(n: int) -> tuple[Any, ...]:
 
 CAUSES = [
     # samples that stand out
-    KnownCause("one sample of 1e30", "data", "sample 3 of 8", "sample 3 of 8", of_data(scaled(3, 1e30))),
-    KnownCause("two samples of 1e25", "data", "samples 1 and 6 of 8", "samples 1 and 6", of_data(scaled([1, 6], 1e25))),
-    KnownCause("one number of 1e22", "data", "sample 5 of 8", "sample 5", of_data(put((5, 2), 1e22))),
-    KnownCause(
-        "an outlier under exp", "data", "sample 2 of 8", "sample 2", of_data(scaled(2, 1e4), lambda h, bad: h.exp())
-    ),
+    KnownCause("one sample of 1e30", "data", "row 3 of 8", "row 3 of 8", of_data(scaled(3, 1e30))),
+    KnownCause("two samples of 1e25", "data", "rows 1 and 6 of 8", "rows 1 and 6", of_data(scaled([1, 6], 1e25))),
+    KnownCause("one number of 1e22", "data", "row 5 of 8", "row 5", of_data(put((5, 2), 1e22))),
+    KnownCause("an outlier under exp", "data", "row 2 of 8", "row 2", of_data(scaled(2, 1e4), lambda h, bad: h.exp())),
     KnownCause(
         "an outlier in float16",
         "data",
-        "sample 7 of 8",
-        "sample 7",
+        "row 7 of 8",
+        "row 7",
         of_data(scaled(7, 1e4), lambda h, bad: (h.half() * 30).float()),
     ),
-    KnownCause("nan in the batch", "data", "held nan", "data loader", of_data(put((4, 1), float("nan")))),
-    KnownCause("inf in the batch", "data", "held +inf", "data loader", of_data(put((0, 0), float("inf")))),
+    KnownCause("nan in the batch", "data", "holds nan", "data loader", of_data(put((4, 1), float("nan")))),
+    KnownCause("inf in the batch", "data", "holds +inf", "data loader", of_data(put((0, 0), float("inf")))),
     # outside of a domain
     KnownCause(
         "log of 0",
         "domain",
-        "`log` was asked for the log of 0",
+        "`log`: the log of 0",
         "add an eps",
         own(lambda h, bad: (h.abs() * (not bad)).log()),
     ),
@@ -231,7 +229,7 @@ CAUSES = [
     KnownCause(
         "exp of 1e4", "domain", "exp of a number", "bound", own(lambda h, bad: (h.abs() + (1e4 if bad else 0)).exp())
     ),
-    KnownCause("a zero row", "domain", "sample 4 of 8", "eps", lambda: run(Normed(), zero_row)),
+    KnownCause("a zero row", "domain", "row 4 of 8", "eps", lambda: run(Normed(), zero_row)),
     # too large for the dtype
     KnownCause(
         "float16 sum",

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from .scripts import CAUSES, KnownCause
+from .traps import TRAPS
+
+ALL = [*CAUSES, *TRAPS]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("known", CAUSES, ids=[known.name.replace(" ", "-") for known in CAUSES])
+@pytest.mark.parametrize("known", ALL, ids=[known.name.replace(" ", "-") for known in ALL])
 def test_a_cause_is_named(known: KnownCause):
     torch.manual_seed(0)
     watch = gpuwatch.watch()
@@ -26,4 +29,6 @@ def test_a_cause_is_named(known: KnownCause):
     if cause is not None:
         assert known.says in cause.statement
         assert known.advises in verdict.next[0]
+        is_named = "row " in known.says or known.kind == "data"
+        assert is_named or cause.sample is None, cause
         assert not any("learning rate that is too high" in step for step in verdict.next)

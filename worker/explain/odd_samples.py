@@ -23,13 +23,19 @@ _MOST_ELEMENTS = 1 << 26
 """A larger tensor is not read."""
 
 
-def odd_samples(module: str, args: Any, kwargs: Any) -> OddSamples | None:
+def odd_samples(module: str, args: Any, kwargs: Any, bad: torch.Tensor) -> OddSamples | None:
     """Those of the first argument that has some: large ones before others. Waits for the device.
 
-    Tensors of shape (samples, ...), of at least two samples.
+    Tensors of shape (samples, ...), with as many samples as the first argument and as the bad tensor, whose bad rows
+    are among those that stand out.
     """
-    found = [odd for role, leaf in inputs_of(args, kwargs) for odd in _odd_ones(module, role, leaf)]
-    return min(found, key=lambda odd: odd.how != "large", default=None)
+    leaves = [(role, leaf) for role, leaf in inputs_of(args, kwargs) if _has_samples(leaf)]
+    if not leaves or not _has_samples(bad) or len(bad) != len(leaves[0][1]):
+        return None
+    rows = (~bad.detach().reshape(len(bad), -1).isfinite()).any(1).nonzero().flatten().tolist()
+    found = [odd for role, leaf in leaves if len(leaf) == len(bad) for odd in _odd_ones(module, role, leaf)]
+    able = [odd for odd in found if set(rows) <= set(odd.indices)]
+    return min(able, key=lambda odd: odd.how != "large", default=None)
 
 
 def _odd_ones(module: str, role: str, leaf: Any) -> Iterator[OddSamples]:
@@ -42,9 +48,8 @@ def _odd_ones(module: str, role: str, leaf: Any) -> Iterator[OddSamples]:
     for how, stands_out in _ways(rows, sizes):
         indices = stands_out.nonzero().flatten().tolist()
         if 0 < len(indices) <= max(1, len(leaf) // _SHARE):
-            others, own = sizes[~stands_out], sizes[stands_out]
-            largest, lowest, highest = float(own.max()), float(others.min()), float(others.max())
-            yield OddSamples(module, role, indices, len(leaf), how, largest, lowest, highest)
+            largest, highest = float(sizes[stands_out].max()), float(sizes[~stands_out].max())
+            yield OddSamples(module, role, indices, len(leaf), how, largest, highest)
             return
 
 

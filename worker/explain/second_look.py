@@ -194,16 +194,22 @@ class SecondLook:
         return [numbers_of(loss)[0] for loss in found if loss is not None]
 
     def _script_of(self, bad: NonFiniteRow, losses: list[OperandNumbers]) -> list[ScriptTensor]:
-        """The script's variables, where its own code may have made the value: a loss, an argument, a gradient that it
-        changes before the step. [] if the numbers arrived later, when the variables may be others."""
-        if self._rows.device_buffer is not None and not self._progress.settings.sync:
+        """The script's variables, where its own code may have made the value: a loss, or a gradient that it changes
+        before the step.
+
+        [] if the numbers arrived later, when the variables may be others, and if the training goes on: Python before
+        3.13 keeps the variables of a function alive that were asked for, until it returns.
+        """
+        settings = self._progress.settings
+        if (self._rows.device_buffer is not None and not settings.sync) or settings.on_overflow != "abort":
             return []
-        if bad.frame.phase == FramePhase.BACKWARD:
-            engine = running_engine() if any(loss.value not in ("finite", "") for loss in losses) else None
-            return script_tensors(running_frames(engine), waits=True) if engine is not None else []
-        is_handed = bad.frame.phase == FramePhase.FORWARD and not all(row.finite for row in bad.frame.inputs)
-        is_of_step = bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
-        return script_tensors(running_frames(sys._getframe()), waits=True) if is_handed or is_of_step else []
+        if bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
+            return script_tensors(running_frames(sys._getframe()), waits=True, losses=())
+        engine = running_engine() if any(loss.value not in ("finite", "") for loss in losses) else None
+        if engine is None:
+            return []
+        begun = [each for each in engine.f_locals.get("t_outputs", ()) if isinstance(each, torch.Tensor)]
+        return script_tensors(running_frames(engine), waits=True, losses=begun)
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils import _pytree
 
@@ -34,6 +35,7 @@ from ...core.events import (
     SecondRun,
 )
 from ...core.frames import FramePhase, RowMark
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
 from ...core.signal_errors import from_outside
@@ -68,6 +70,8 @@ from .operation_trials import trial_of
 from .operation_watch import OperationWatch
 
 _MOST_ROOTS = 8
+_MOST_BEFORE = 16
+"""Batches before the alarm's that are looked at."""
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _NOT_DISPATCHED = "no operation that torch dispatches made it"
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
@@ -252,7 +256,7 @@ class SecondRuns:
             return
         if not why:
             try:
-                self._run_without_odd_samples(call, run, target, args, kwargs, contexts)
+                self._run_without_odd_samples(call, run, target, args, kwargs, contexts, forward.seen)
             except Exception as error:  # no memory for the copies: the operation is known all the same
                 if from_outside(error):
                     raise
@@ -283,19 +287,42 @@ class SecondRuns:
         args: Any,
         kwargs: Any,
         contexts: list[ContextMaker],
+        seen: torch.Tensor | None,
     ) -> None:
-        """Run the forward again with the samples replaced that stand out from the others of its batch."""
-        self._odd = odd = without_modes(odd_samples, call.info.name, args, kwargs)
+        """Run the forward again with the samples replaced that stand out from the others of its batch.
+
+        And once more as it was: what depends on how often it runs would be finite for another reason.
+        """
+        name = call.info.name
+        odd = without_modes(odd_samples, name, args, kwargs, seen) if seen is not None else None
         if odd is None:
             return
-        watch = OperationWatch("", {}, None)
-        forward = ForwardThread(run, call.method, target, *without_modes(with_others, odd, args, kwargs), watch)
-        self._run_once(call, run, forward, watch, contexts)
-        if forward.why or forward.seen is None:
-            trial = CauseTrial("forward", SAMPLES, note=forward.why or "the tensor did not come again")
-        else:
-            trial = without_modes(trial_of, [forward.seen], "forward", SAMPLES)
-        self._trials.append(trial)
+        self._odd = replace(odd, before=self._largest_before(name, odd.role))
+        for changed, inputs in ((SAMPLES, without_modes(with_others, odd, args, kwargs)), (NOTHING, (args, kwargs))):
+            watch = OperationWatch("", {}, None)
+            forward = ForwardThread(run, call.method, target, *inputs, watch)
+            self._run_once(call, run, forward, watch, contexts)
+            if forward.why or forward.seen is None:
+                trial = CauseTrial("forward", changed, note=forward.why or "the tensor did not come again")
+            else:
+                trial = without_modes(trial_of, [forward.seen], "forward", changed)
+            self._trials.append(trial)
+            if trial.value != "finite":
+                return
+
+    def _largest_before(self, module: str, role: str) -> float | None:
+        """abs max of what a module was handed in the batches before that the recorder still holds."""
+        bad, own = self._bad, OwnPages(self._progress.recorder)
+        assert bad is not None
+        rows = [
+            row
+            for page in own.before(bad.page)[-_MOST_BEFORE:]
+            for frame in own.frames(page)
+            if frame.phase == FramePhase.FORWARD and frame.module == module
+            for row in frame.inputs
+            if row.role == role and row.finite and row.abs_max is not None
+        ]
+        return max((row.abs_max or 0.0 for row in rows), default=None)
 
     def _write(self, call: KeptCall, run: nn.Module, *inputs: Any) -> None:
         """Write the call to a file, with --capture."""

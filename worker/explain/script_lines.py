@@ -1,0 +1,191 @@
+"""What the source of a function says of its variables: the line that assigns one, and those that a line depends on.
+
+A line is told only if it is certain: the last one above that binds the name, in a block that runs on to the line where
+the variable is read, and nothing changes the variable in between. Else there is none.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from linecache import getline, getlines
+from types import FrameType
+from typing import NamedTuple
+
+from ...core.signal_errors import suppress_own
+
+_MOST_LINES = 20_000
+_ORDINARY = 1e3
+_MOST_FOLLOWED = 3
+"""Assignments from a line back: `loss` of `value = loss.item()` of `if not isfinite(value)`."""
+_OPERATORS: dict[type[ast.operator], str] = {ast.Div: "div", ast.Mod: "remainder"}
+_Block = tuple[int, str]
+"""(id of the statement around, which of its blocks)"""
+
+
+class AssignedLine(NamedTuple):
+    """Where a variable was assigned. Line 0: not known for certain."""
+
+    line: int
+    code: str
+    uses: list[str]
+    """Names on its right side."""
+    ops: list[str]
+    """Functions, methods and operators there: `std`, `div`."""
+
+
+_UNKNOWN = AssignedLine(0, "", [], [])
+
+
+class _Binding(NamedTuple):
+    line: int
+    block: _Block
+    value: ast.expr | None
+    """None: it changes the variable in a way that is not followed."""
+
+
+class FunctionSource:
+    """The source of one function, or of a module."""
+
+    def __init__(self, node: ast.AST, file: str) -> None:
+        self._file = file
+        self._blocks: dict[int, list[_Block]] = {}
+        """id of a statement -> the blocks that it is in, the innermost first"""
+        self._statements: list[ast.stmt] = []
+        self._tests: dict[int, list[ast.expr]] = {}
+        """id of a statement -> the conditions around it"""
+        self._walk(node, [], [])
+
+    def _walk(self, node: ast.AST, blocks: list[_Block], tests: list[ast.expr]) -> None:
+        for name in ("body", "orelse", "finalbody", "handlers"):
+            for each in getattr(node, name, None) or ():
+                is_within = isinstance(node, ast.With | ast.AsyncWith)  # what stands in it runs whenever it does
+                inner, conditions = (blocks if is_within else [(id(node), name), *blocks]), tests
+                if isinstance(node, ast.If | ast.While):
+                    conditions = [node.test, *tests]
+                if isinstance(each, ast.stmt):
+                    self._statements.append(each)
+                    self._blocks[id(each)], self._tests[id(each)] = inner, conditions
+                if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    self._walk(each, inner, conditions)
+
+    def assigned(self, name: str, line: int) -> AssignedLine:
+        """The line that assigned `name` as the statement at `line` reads it."""
+        use = self._statement_at(line)
+        if use is None:
+            return _UNKNOWN
+        above = [each for each in self._bindings(name) if each.line < use.lineno]
+        last = max(above, key=lambda each: each.line, default=None)
+        if last is None or last.value is None or last.block not in self._blocks[id(use)]:
+            return _UNKNOWN
+        uses = list(dict.fromkeys(each.id for each in ast.walk(last.value) if isinstance(each, ast.Name)))
+        ops = list(dict.fromkeys(_operations(last.value)))
+        return AssignedLine(last.line, getline(self._file, last.line).strip(), uses, ops)
+
+    def names_at(self, line: int) -> set[str]:
+        """Names that the statement at a line and the conditions around it depend on."""
+        statement = self._statement_at(line)
+        if statement is None:
+            return set()
+        parts: list[ast.AST] = [*self._tests[id(statement)]]
+        is_simple = not hasattr(statement, "body")
+        parts += [statement] if is_simple else [getattr(statement, "test", ast.Constant(0))]
+        found = {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
+        left = set(found)
+        for _ in range(_MOST_FOLLOWED):
+            left = {use for name in left for use in self.assigned(name, line).uses} - found
+            found |= left
+        return found
+
+    def _statement_at(self, line: int) -> ast.stmt | None:
+        inside = [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
+        return max(inside, key=lambda each: (each.lineno, each.col_offset), default=None)
+
+    def _bindings(self, name: str) -> Iterator[_Binding]:
+        for each in self._statements:
+            block = self._blocks[id(each)][0]
+            if isinstance(each, ast.For | ast.AsyncFor) and _binds(each.target, name):
+                yield _Binding(each.lineno, (id(each), "body"), each.iter)
+                continue
+            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", ast.Constant(0))]
+            is_plain = isinstance(each, ast.Assign | ast.AnnAssign) and any(_binds(target, name) for target in targets)
+            if is_plain:
+                yield _Binding(each.lineno, block, getattr(each, "value", None))
+            elif _changes(each, name) and not _scales(each, name):
+                yield _Binding(each.lineno, block, None)
+
+
+def _scales(statement: ast.stmt, name: str) -> bool:
+    """Whether it is `g /= 2`: a number of ordinary size makes no nan of a finite tensor."""
+    if not isinstance(statement, ast.AugAssign) or not _binds(statement.target, name):
+        return False
+    number = getattr(statement.value, "value", None)
+    return isinstance(number, int | float) and 0 < abs(number) <= _ORDINARY
+
+
+def _binds(target: ast.expr, name: str) -> bool:
+    if isinstance(target, ast.Tuple | ast.List):
+        return any(_binds(each, name) for each in target.elts)
+    return isinstance(target, ast.Name) and target.id == name
+
+
+def _holds(target: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(target))
+
+
+def _changes(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement, without those inside of it, may change what a variable holds: `x[0] = 1`, `x.add_(1)`."""
+    parts: list[ast.AST] = [statement]
+    if hasattr(statement, "body"):
+        parts = [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr | ast.withitem)]
+    for part in parts:
+        for each in ast.walk(part):
+            if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store):
+                return True
+            is_part = isinstance(each, ast.Subscript | ast.Attribute) and isinstance(each.ctx, ast.Store)
+            if is_part and _holds(each.value, name):  # type: ignore[attr-defined]
+                return True
+            is_method = isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)
+            if is_method and each.func.attr.endswith("_") and _holds(each.func.value, name):  # type: ignore[attr-defined]
+                return True
+    return False
+
+
+def _operations(value: ast.expr) -> Iterator[str]:
+    for each in ast.walk(value):
+        if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
+            yield _OPERATORS[type(each.op)]
+        elif isinstance(each, ast.Call):
+            function = each.func
+            yield function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def source_of(frame: FrameType) -> FunctionSource | None:
+    """The source of the function that a frame runs; None if it is not to be had."""
+    code = frame.f_code
+    return _source(code.co_filename, code.co_firstlineno if code.co_name != "<module>" else 0)
+
+
+@lru_cache(32)
+def _source(file: str, begin: int) -> FunctionSource | None:
+    tree = _parsed(file)
+    if tree is None or not begin:
+        return FunctionSource(tree, file) if tree is not None else None
+    functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    found = next((each for each in functions if _first_line(each) == begin), None)
+    return FunctionSource(found, file) if found is not None else None
+
+
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return min([function.lineno, *(each.lineno for each in function.decorator_list)])
+
+
+@lru_cache(8)
+def _parsed(file: str) -> ast.AST | None:
+    lines = getlines(file)
+    if not lines or len(lines) > _MOST_LINES:
+        return None
+    with suppress_own(SyntaxError):  # of a notebook's cell with a magic, or of a file that has changed
+        return ast.parse("".join(lines))
+    return None
