@@ -32,7 +32,7 @@ HEAD_THAT_FAILS = HEAD.replace("wait $first; code=$?", "wait $second; code=$?; k
 OTHER = f"""
 mount -t tmpfs tmpfs /dev/shm && . ./run.env
 {RANKS}
-while ps -e -o etime,args | tee -a seen | grep '[l]auncher.join' > /dev/null; do sleep 0.1; done
+while ps -e -o etime,args | tee -a seen | grep '[l]auncher.run.join' > /dev/null; do sleep 0.1; done
 ls -A /dev/shm > left
 exit $code
 """
