@@ -38,7 +38,7 @@ class AssignedLine(NamedTuple):
 _UNKNOWN = AssignedLine(0, "", [], [])
 
 
-class _Binding(NamedTuple):
+class _VariableBinding(NamedTuple):
     line: int
     block: _Block
     value: ast.expr | None
@@ -102,18 +102,18 @@ class FunctionSource:
         inside = [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
         return max(inside, key=lambda each: (each.lineno, each.col_offset), default=None)
 
-    def _bindings(self, name: str) -> Iterator[_Binding]:
+    def _bindings(self, name: str) -> Iterator[_VariableBinding]:
         for each in self._statements:
             block = self._blocks[id(each)][0]
             if isinstance(each, ast.For | ast.AsyncFor) and _binds(each.target, name):
-                yield _Binding(each.lineno, (id(each), "body"), each.iter)
+                yield _VariableBinding(each.lineno, (id(each), "body"), each.iter)
                 continue
             targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", ast.Constant(0))]
             is_plain = isinstance(each, ast.Assign | ast.AnnAssign) and any(_binds(target, name) for target in targets)
             if is_plain:
-                yield _Binding(each.lineno, block, getattr(each, "value", None))
+                yield _VariableBinding(each.lineno, block, getattr(each, "value", None))
             elif _changes(each, name) and not _scales(each, name):
-                yield _Binding(each.lineno, block, None)
+                yield _VariableBinding(each.lineno, block, None)
 
 
 def _scales(statement: ast.stmt, name: str) -> bool:
