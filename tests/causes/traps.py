@@ -138,6 +138,16 @@ def added_to() -> None:
         loss.backward()
 
 
+def from_the_batch_before() -> None:
+    """What is nan was assigned below, in the batch before; the line above the loop must not be named."""
+    net = Own(lambda h, bad: h.tanh())
+    factor = torch.ones(())
+    for n in range(5):
+        loss = net(*plain(n)).square().mean() * factor
+        loss.backward()
+        factor = torch.zeros(()).log() * 0 if n == BAD else torch.ones(())
+
+
 def diverging() -> None:
     """A plain regression at a learning rate that is far too high: its loss is inf because its outputs are huge."""
     net = nn.Linear(6, 1)
@@ -193,5 +203,12 @@ TRAPS = [
     KnownCause("a clip by norm 0", "", "", "", clipped_by_hand),
     KnownCause("a loss in a branch", "script", "variable `loss` of `in_a_branch` is nan", "`loss`", in_a_branch),
     KnownCause("a loss that is added to", "script", "variable `loss` of `added_to` is nan", "`loss`", added_to),
+    KnownCause(
+        "of the batch before",
+        "script",
+        "variable `factor` of `from_the_batch_before` is nan; so is `loss`",
+        "`factor`",
+        from_the_batch_before,
+    ),
     KnownCause("a loss of huge outputs", "", "", "", diverging),
 ]

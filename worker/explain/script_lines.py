@@ -43,6 +43,8 @@ class _VariableBinding(NamedTuple):
     block: _Block
     value: ast.expr | None
     """None: it changes the variable in a way that is not followed."""
+    within: list[_Block]
+    """All blocks that it is in."""
 
 
 class FunctionSource:
@@ -53,6 +55,7 @@ class FunctionSource:
         self._blocks: dict[int, list[_Block]] = {}
         """id of a statement -> the blocks that it is in, the innermost first"""
         self._statements: list[ast.stmt] = []
+        self._loops: set[_Block] = set()
         self._tests: dict[int, list[ast.expr]] = {}
         """id of a statement -> the conditions around it"""
         self._walk(node, [], [])
@@ -62,6 +65,8 @@ class FunctionSource:
             for each in getattr(node, name, None) or ():
                 is_within = isinstance(node, ast.With | ast.AsyncWith)  # what stands in it runs whenever it does
                 inner, conditions = (blocks if is_within else [(id(node), name), *blocks]), tests
+                if isinstance(node, ast.For | ast.AsyncFor | ast.While):
+                    self._loops.add((id(node), name))
                 if isinstance(node, ast.If | ast.While):
                     conditions = [node.test, *tests]
                 if isinstance(each, ast.stmt):
@@ -75,9 +80,13 @@ class FunctionSource:
         use = self._statement_at(line)
         if use is None:
             return _UNKNOWN
-        above = [each for each in self._bindings(name) if each.line < use.lineno]
-        last = max(above, key=lambda each: each.line, default=None)
-        if last is None or last.value is None or last.block not in self._blocks[id(use)]:
+        bindings, around = list(self._bindings(name)), self._blocks[id(use)]
+        last = max((each for each in bindings if each.line < use.lineno), key=lambda each: each.line, default=None)
+        if last is None or last.value is None or last.block not in around:
+            return _UNKNOWN
+        # a loop around the use that does not begin with this line may come round from another one below
+        loops = set(around[: around.index(last.block)]) & self._loops
+        if any(each.line >= use.lineno and loops & set(each.within) for each in bindings):
             return _UNKNOWN
         uses = list(dict.fromkeys(each.id for each in ast.walk(last.value) if isinstance(each, ast.Name)))
         ops = list(dict.fromkeys(_operations(last.value)))
@@ -106,14 +115,14 @@ class FunctionSource:
         for each in self._statements:
             block = self._blocks[id(each)][0]
             if isinstance(each, ast.For | ast.AsyncFor) and _binds(each.target, name):
-                yield _VariableBinding(each.lineno, (id(each), "body"), each.iter)
+                yield _VariableBinding(each.lineno, (id(each), "body"), each.iter, self._blocks[id(each)])
                 continue
             targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", ast.Constant(0))]
             is_plain = isinstance(each, ast.Assign | ast.AnnAssign) and any(_binds(target, name) for target in targets)
             if is_plain:
-                yield _VariableBinding(each.lineno, block, getattr(each, "value", None))
+                yield _VariableBinding(each.lineno, block, getattr(each, "value", None), self._blocks[id(each)])
             elif _changes(each, name) and not _scales(each, name):
-                yield _VariableBinding(each.lineno, block, None)
+                yield _VariableBinding(each.lineno, block, None, self._blocks[id(each)])
 
 
 def _scales(statement: ast.stmt, name: str) -> bool:
