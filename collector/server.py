@@ -325,8 +325,7 @@ class CollectorServer:
     def _notify_verdict(self, verdict: Verdict, exit_code: int) -> None:
         kind, certainty = str(verdict.kind), str(verdict.certainty)
         fields = {"verdict": kind, "certainty": certainty, "rank": verdict.rank, "module": verdict.module}
-        told = " ".join([verdict.statement, *([verdict.cause.line] if verdict.cause is not None else [])])
-        self._notify("verdict", f"{kind}, {certainty}: {told}", exit_code=exit_code, **fields)
+        self._notify("verdict", f"{kind}, {certainty}: {' '.join(verdict.headlines)}", exit_code=exit_code, **fields)
 
     def _send(self, agent: str, message: wire.CollectorMessage) -> None:
         if isinstance(message, MessageAck):

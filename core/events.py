@@ -14,6 +14,7 @@ import msgspec
 
 from .frames import FramePhase, format_number
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
+from .text import joined
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -134,6 +135,11 @@ class OperandNumbers(msgspec.Struct, frozen=True):
     value: str
     """`finite`, `nan`, `+inf`, `-inf`; "" if it was not read."""
 
+    @property
+    def is_bad(self) -> bool:
+        """It was read, and is not finite."""
+        return self.value not in ("finite", "")
+
 
 class GraphNode(msgspec.Struct, frozen=True):
     """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/explain/graph_users.py).
@@ -157,10 +163,10 @@ class GraphNode(msgspec.Struct, frozen=True):
     """For a sum or an elementwise product: the modules that returned its operands. Others are left out."""
     product: bool = False
     """It is an elementwise product of two tensors of one shape, and modules returned both."""
-    exponent: float | None = None
-    """Of a power by a number."""
     opaque: bool = False
     """It is a torch.autograd.Function, in whose forward modules may have been called."""
+    exponent: float | None = None
+    """Of a power by a number."""
 
 
 class BadWeight(msgspec.Struct, frozen=True):
@@ -385,8 +391,8 @@ def operation_text(found: BadOperation) -> str:
     `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, inf out (float32 [8]); everything
     """
     sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
-    *rest, last = list(filter(None, sizes)) or [""]
-    given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
+    sizes = list(filter(None, sizes))
+    given = f"abs max {joined(sizes)} in, " if sizes else ""
     code = f"`{found.code}`, " if found.code else ""
     place = f"{code}{PurePath(found.file).name}:{found.line}, " if found.file else ""
     place += f"in its backward ({found.node}), " if found.node else ""

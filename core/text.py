@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -118,6 +118,14 @@ def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
     return f"ranks {numbers_text(ordered, most)}"
+
+
+def joined(words: Sequence[object], last: str = "and") -> str:
+    """
+    >>> joined([1, 2, 5]), joined(["a", "b"], "or"), joined(["a"])
+    ('1, 2 and 5', 'a or b', 'a')
+    """
+    return f" {last} ".join(filter(None, (", ".join(map(str, words[:-1])), str(words[-1]))))
 
 
 def numbers_text(numbers: Iterable[int], most: int = MOST_PIECES) -> str:

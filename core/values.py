@@ -163,6 +163,7 @@ DTYPE_MAX = {
     "complex32": 65504.0,
 }
 """The largest finite number of a dtype."""
+DTYPES_OF_16_BITS = ("float16", "bfloat16")
 
 MIN_NORMAL_BITS = {
     ValueEncoding.FLOAT64: 1 << 52,

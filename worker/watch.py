@@ -251,8 +251,7 @@ class ModelWatch:
 
     def report(self, max_frames: int = 21) -> str:
         """The verdict's statement, its cause, and the frames up to the first bad row: `abs min  abs max  metadata`."""
-        verdict = self.verdict()
-        statement = "\n".join([verdict.statement, *([verdict.cause.line] if verdict.cause is not None else [])])
+        statement = "\n".join(self.verdict().headlines)
         for page in self.pages():
             anomaly = anomaly_of_page(page)
             if anomaly is not None:

@@ -13,6 +13,7 @@ import msgspec
 
 from ...core.events import GraphNode, LookedAgain, OperandNumbers
 from ...core.frames import FramePhase
+from ...core.values import DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
@@ -34,7 +35,7 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     if alarm is None or alarm.again is None or alarm.where.batch != first.batch or first.passed:
         return None
     graph, losses = alarm.again.graph, alarm.again.losses
-    bad_loss = next((loss for loss in losses if loss.value not in ("finite", "")), None)
+    bad_loss = next((loss for loss in losses if loss.is_bad), None)
     is_outside = first.source == "outside"
     if bad_loss is not None and is_outside:
         return _of_loss(facts, first, bad_loss, graph, alarm.again)
@@ -43,7 +44,7 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     makers = _makers(graph, first.module if first.is_origin else "")
     names = _singular(makers)
     # what a function of the script's own does is not known; a gradient of 16 bits may be too large
-    if not names or any(node.opaque for node in makers) or first.dtype in ("float16", "bfloat16"):
+    if not names or any(node.opaque for node in makers) or first.dtype in DTYPES_OF_16_BITS:
         return None
     rules = {name: derivative_rule(name) for name in names}
     where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"

@@ -13,7 +13,7 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.model import OverflowCause
 from .backward_cause import cause_of_backward
-from .cause_clues import CauseClues, trial_of
+from .cause_clues import CauseClues
 from .data_cause import of_batch, of_input, of_samples
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
@@ -55,12 +55,12 @@ def _of_mask(first: LocalDiagnosis) -> OverflowCause:
 
 def _of_forward(clues: CauseClues) -> OverflowCause | None:
     ran, operation = clues.ran, clues.operation
-    again = trial_of(ran.trials if ran is not None else [], NOTHING)
+    again = trial_in(ran.trials if ran is not None else [], NOTHING)
     if again is not None and again.value == "finite":
         return _unrepeatable("forward", [again])
     if operation is None:
         return of_growth(clues)
-    alone = trial_in(operation, NOTHING)
+    alone = trial_in(operation.trials, NOTHING)
     if alone is not None and alone.value == "finite":
         return _unrepeatable(operation.op, [alone])
     if is_of_closed_rows(operation):
@@ -69,7 +69,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)
     # the result is too large a number: its operands are
-    large = of_training(clues) or of_samples(clues, operation) or of_start(clues) or of_precision(clues, operation)
+    large = of_training(clues) or of_samples(clues, operation) or of_start(clues) or of_precision(operation)
     if large is not None:
         return large
     return of_domain(clues, operation, domain) if domain else of_batch(clues)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.events import BadOperation, BatchSource, CauseTrial, OddSamples, SecondRun
+from ...core.events import BadOperation, BatchSource, OddSamples, SecondRun
+from ...core.text import joined
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from .replicas import OddWeight, WildWeight
@@ -29,25 +29,15 @@ class CauseClues:
     """The one that made the value."""
 
 
-def trial_of(trials: Sequence[CauseTrial], changed: str) -> CauseTrial | None:
-    """The trial with that changed; None if there was none, or it did not run."""
-    return next((each for each in trials if each.changed == changed and each.value), None)
-
-
 def samples_text(odd: OddSamples, source: BatchSource | None = None) -> str:
     """`row 6 of 8 (dim 0)`, `sample 6 of 8 (index 77 of data set `DS`)`: only a loader tells that dim 0 is samples."""
     more = f" and {len(odd.indices) - _MOST_SHOWN} more" if len(odd.indices) > _MOST_SHOWN else ""
-    numbers = f"{'s' if len(odd.indices) > 1 else ''} {_listed(odd.indices)}{more} of {odd.size}"
+    numbers = f"{'s' if len(odd.indices) > 1 else ''} {joined(odd.indices[:_MOST_SHOWN])}{more} of {odd.size}"
     if source is None:
         return f"row{numbers} (dim 0)"
     text = f"sample{numbers}"
     known = [source.indices[each] for each in odd.indices]
-    return f"{text} (index {_listed(known)} of data set `{source.dataset}`)"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *rest, last = map(str, numbers[:_MOST_SHOWN])
-    return f"{', '.join(rest)} and {last}" if rest else last
+    return f"{text} (index {joined(known[:_MOST_SHOWN])} of data set `{source.dataset}`)"
 
 
 def source_of(clues: CauseClues, odd: OddSamples) -> BatchSource | None:

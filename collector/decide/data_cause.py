@@ -8,9 +8,9 @@ from ...core.roles import RoleKind
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
-from .cause_clues import CauseClues, odd_text, samples_text, source_of, trial_of
+from .cause_clues import CauseClues, odd_text, samples_text, source_of
 from .operation_cause import of_precision
-from .operation_rules import domain_advice
+from .operation_rules import domain_advice, trial_in
 from .replicas import page_of, peers
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
@@ -25,7 +25,7 @@ def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | No
     """
     ran = clues.ran
     odd, trials = (ran.samples, ran.trials) if ran is not None else (None, [])
-    tried = trial_of(trials, SAMPLES)
+    tried = trial_in(trials, SAMPLES)
     if odd is None or odd.how != "large" or tried is None or tried.value != "finite":
         return None
     again = trials[-1]
@@ -33,7 +33,7 @@ def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | No
     if not is_made_again or (odd.before or 0.0) * _OUT_OF_LINE > odd.abs_max:
         return None
     it, which = "it" if len(odd.indices) == 1 else "them", samples_text(odd, source_of(clues, odd))
-    also, advice = of_precision(clues, operation), domain_advice(operation)
+    also, advice = of_precision(operation), domain_advice(operation)
     earlier = f", and at most {number_text(odd.before)} in the batches before" if odd.before is not None else ""
     finite = f"tried: with {it} replaced by another of the batch, the same forward is finite"
     return OverflowCause(

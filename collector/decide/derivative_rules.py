@@ -10,7 +10,8 @@ from ..report.model import OverflowCause
 
 _NODE = re.compile(r"(\w+?)Backward\d*")
 _SNAKE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z0-9])(?=[A-Z][a-z])")
-_NAMES = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward", "log1p": "log1p", "log1_p": "log1p"}
+_NAMES = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward"}
+"""Where a forward has another name than its node."""
 INSIDE = "; torch.where around it keeps the forward finite, not the backward"
 
 

@@ -6,11 +6,10 @@ import re
 
 from ...core.known_errors import explain
 
-_UNUSED = r"Expected to have finished reduction in the prior iteration"
 _NAMED = re.compile(r"Parameters which did not receive grad for rank \d+: ([^\n]+)")
 _STEPS = {
-    _UNUSED: "Parameters of the model took no part in the loss{unused}: use them, leave them out, or pass "
-    "find_unused_parameters=True to DistributedDataParallel.",
+    r"Expected to have finished reduction in the prior iteration": "Parameters of the model took no part in the "
+    "loss{unused}: use them, leave them out, or pass find_unused_parameters=True to DistributedDataParallel.",
     r"EADDRINUSE|address already in use": "Another job has that port, or the script sets MASTER_PORT itself: leave "
     "MASTER_ADDR and MASTER_PORT as the launcher has set them (torchrun: --master-port), and init_process_group() "
     "without an init_method of its own.",

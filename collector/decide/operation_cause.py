@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from ...core.events import SAMPLES, BadOperation
-from ...core.values import DTYPE_MAX
+from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
-from .cause_clues import CauseClues, odd_text, trial_of
-from .operation_rules import domain_advice, trial_in
+from .cause_clues import CauseClues, odd_text
+from .operation_rules import domain_advice, name_of, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
-_OF_16_BITS = ("float16", "bfloat16")
 _OF_ROWS = ("softmax", "log_softmax", "logsumexp", "safe_softmax")
 KEEP_OPEN = (
     "A row that is -inf everywhere, of a mask or of log-probabilities of 0, makes softmax nan: keep one position open, "
@@ -21,7 +20,7 @@ KEEP_OPEN = (
 
 def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> OverflowCause:
     """An operand was outside of what the operation is defined for."""
-    in_float64 = trial_in(operation, "float64")
+    in_float64 = trial_in(operation.trials, "float64")
     parts = [f"{named(operation)}: {words}"]
     if operation.handed:
         parts[0] += f" (first element: {', '.join(f'{number:.9g}' for number in operation.handed)} in)"
@@ -29,7 +28,7 @@ def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> Overflo
         parts.append(f"tried: this operation alone, on these operands, is {in_float64.value} in float64, too")
     ran = clues.ran
     odd = ran.samples if ran is not None else None
-    without = trial_of(ran.trials, SAMPLES) if ran is not None else None
+    without = trial_in(ran.trials, SAMPLES) if ran is not None else None
     is_of_samples = odd is not None and without is not None and without.value == "finite"
     if odd is not None and is_of_samples:
         parts.append(f"{odd_text(clues, odd)}, and without {'it' if len(odd.indices) == 1 else 'them'} it is finite")
@@ -44,12 +43,12 @@ def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> Overflo
     )
 
 
-def of_precision(clues: CauseClues, operation: BadOperation) -> OverflowCause | None:
+def of_precision(operation: BadOperation) -> OverflowCause | None:
     """The same operation on its own operands is finite in a dtype that reaches further."""
     dtype = operation.output.dtype
-    tried = [each for name in ("bfloat16", "float32") if (each := trial_in(operation, name)) is not None]
+    tried = [each for name in ("bfloat16", "float32") if (each := trial_in(operation.trials, name)) is not None]
     finite = [each for each in tried if each.value == "finite"]
-    if dtype not in _OF_16_BITS or not finite:
+    if dtype not in DTYPES_OF_16_BITS or not finite:
         return None
     found = " and ".join(f"in {each.changed} abs max {number_text(each.abs_max)}" for each in finite)
     names = " or ".join(each.changed for each in finite)
@@ -81,6 +80,5 @@ def of_closed_rows(operation: BadOperation) -> OverflowCause:
 
 def named(operation: BadOperation) -> str:
     """The operation in a sentence."""
-    name = operation.op.removeprefix("aten.").partition(".")[0].strip("_")
-    name = name.removesuffix("_forward")
+    name = name_of(operation).strip("_").removesuffix("_forward")
     return f"the conversion to {operation.output.dtype}" if name == "to_copy" else f"`{name}`"

@@ -4,6 +4,7 @@ domain give nan or inf in every dtype: no step, no scale and no wider dtype expl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...core.events import BadOperation, CauseTrial
@@ -100,15 +101,20 @@ _GROWS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_erfcx", "i0", "specia
 """Operations whose inf may be a number that is too large for float64 as well."""
 
 
+def name_of(operation: BadOperation) -> str:
+    """`mul_` of `aten.mul_.Tensor`."""
+    return operation.op.removeprefix("aten.").partition(".")[0]
+
+
 def operation_rule(operation: BadOperation) -> OperationRule:
     """That of its name; an empty one if there is none."""
-    name = operation.op.removeprefix("aten.").partition(".")[0]
+    name = name_of(operation)
     return OPERATION_RULES.get(name) or OPERATION_RULES.get(name.rstrip("_"), OperationRule())
 
 
-def trial_in(operation: BadOperation, changed: str) -> CauseTrial | None:
-    """The operation's trial with that changed; None if there was none, or it did not run."""
-    return next((each for each in operation.trials if each.changed == changed and each.value), None)
+def trial_in(trials: Sequence[CauseTrial], changed: str) -> CauseTrial | None:
+    """The first trial with that changed; None if there was none, or it did not run."""
+    return next((each for each in trials if each.changed == changed and each.value), None)
 
 
 def outside_domain(operation: BadOperation) -> str:
@@ -117,12 +123,12 @@ def outside_domain(operation: BadOperation) -> str:
 
     A trial in float64 decides. Without one, what the rules say holds for all finite real numbers.
     """
-    if any(each.value not in ("finite", "") for each in operation.inputs):
+    if any(each.is_bad for each in operation.inputs):
         return ""
     dtypes = [each.dtype for each in (*operation.inputs, operation.output)]
     if any(dtype.startswith("complex") for dtype in dtypes):
         return ""
-    rule, in_float64 = operation_rule(operation), trial_in(operation, "float64")
+    rule, in_float64 = operation_rule(operation), trial_in(operation.trials, "float64")
     words = rule.nan if operation.output.value == "nan" else rule.inf
     if words == _BY_ZERO and (in_float64 is None or in_float64.value == "finite"):
         return _division(operation)
@@ -135,8 +141,7 @@ def outside_domain(operation: BadOperation) -> str:
 
 def is_large_in_float64(operation: BadOperation) -> bool:
     """Whether its result may be a number beyond float64, too."""
-    name = operation.op.removeprefix("aten.").partition(".")[0].rstrip("_")
-    return operation.output.value != "nan" and name in _GROWS
+    return operation.output.value != "nan" and name_of(operation).rstrip("_") in _GROWS
 
 
 def domain_advice(operation: BadOperation) -> str:

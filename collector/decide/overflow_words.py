@@ -17,6 +17,7 @@ from ...core.events import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
+from ...core.text import joined
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
@@ -102,7 +103,7 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.own_code:
-        own = _one_of([f"of {name}" for name in _named(first.own_code, "modules")])
+        own = joined([f"of {name}" for name in _named(first.own_code, "modules")], "or")
         seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
         return f"{lead}{first.value} in {seen}, made by code {own} itself, forward, {batch}{again}"
     if first.between is not None:
@@ -115,11 +116,6 @@ def _named(modules: Sequence[str], what: str) -> list[str]:
     """The names of the first modules, and how many more there are."""
     named, more = [quoted(module) for module in modules[:_MOST_NAMED]], len(modules) - _MOST_NAMED
     return [*named, f"one of {more} more {what}"] if more > 0 else named
-
-
-def _one_of(names: list[str]) -> str:
-    """`a, b or c`"""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
@@ -176,7 +172,8 @@ def _by(first: LocalDiagnosis) -> str:
     named += ["the sum of their gradients"] if first.value != "nan" and len(first.suspects) > 1 else []
     outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
     else_ = f", or outside of it by {outside}" if outside else ""
-    return (f", by {_one_of(named)}" if named else "") + else_
+    by = f", by {joined(named, 'or')}" if named else ""
+    return by + else_
 
 
 def _own_code_of(name: str) -> str:
@@ -386,11 +383,10 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
 def _step_for_operands(operation: BadOperation) -> str:
     """What is known of an operation that made it, where the cause is not."""
     sizes = [number_text(each.abs_max) for each in operation.inputs if each.abs_max is not None]
-    *rest, last = sizes or ["unknown"]
-    listed = f"{', '.join(rest)} and {last}" if rest else last
     at = f" at {PurePath(operation.file).name}:{operation.line}" if operation.file else ""
     are_large = max((each.abs_max or 0.0 for each in operation.inputs), default=0.0) > _LARGE
-    return f"Look at what makes the operands of that operation{at}{' so large' if are_large else ''}: abs max {listed}."
+    large = " so large" if are_large else ""
+    return f"Look at what makes the operands of that operation{at}{large}: abs max {joined(sizes or ['unknown'])}."
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 import msgspec
 
 from ...core.events import ScriptTensor
-from ...core.values import DTYPE_MAX
+from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts
@@ -19,7 +19,6 @@ from .derivative_rules import derivative_cause, operation_of_node
 from .operation_rules import OPERATION_RULES
 
 _MOST_TOLD = 3
-_OF_16_BITS = ("float16", "bfloat16")
 _OF_FEW = ("std", "var", "std_mean", "var_mean")
 """Not finite for fewer than two elements."""
 _OF_NONE = ("mean", "nanmean", "median")
@@ -79,7 +78,7 @@ def _kind_and_steps(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> tupl
         steps.append(f"{where} look at `{name}` ({words}): {rule.mend}. Not tried.")
     if names:
         return ("domain" if len(names) == 1 else "script"), steps
-    if not is_nan and dtype in _OF_16_BITS:
+    if not is_nan and dtype in DTYPES_OF_16_BITS:
         limit = f"{dtype} holds at most {DTYPE_MAX[dtype]:g}"
         return "precision", [f"{limit}: compute that line in float32. Not tried."]
     at = f" at {_place(first)}, or changes it after that" if first.line else ""
@@ -100,7 +99,7 @@ def _suspects(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> list[str]:
 
 
 def _is_bad(tensor: ScriptTensor) -> bool:
-    return tensor.numbers.value not in ("finite", "-inf", "")
+    return tensor.numbers.is_bad and tensor.numbers.value != "-inf"
 
 
 def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor | None:

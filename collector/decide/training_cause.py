@@ -20,8 +20,7 @@ _LARGE = 100.0
 
 def of_growth(clues: CauseClues) -> OverflowCause | None:
     """Outputs that ran away on all ranks alike, over several batches."""
-    grown = _grown(clues)
-    return _diverged(clues, grown) if grown is not None and grown.steps >= _DIVERGED else None
+    return _diverged(clues, _grown(clues))
 
 
 def _grown(clues: CauseClues) -> ModuleGrowth | None:
@@ -40,8 +39,8 @@ def _largest_weight(clues: CauseClues) -> float:
 
 def of_training(clues: CauseClues) -> OverflowCause | None:
     """Outputs that ran away on all ranks alike, over several batches or with one step."""
-    first = clues.first
-    if (diverged := of_growth(clues)) is not None:
+    first, grown = clues.first, _grown(clues)
+    if (diverged := _diverged(clues, grown)) is not None:
         return diverged
     if clues.wild is not None and clues.wild.against.rpartition(" in ")[2].startswith("batch"):
         wild = clues.wild
@@ -55,13 +54,14 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
                 "the learning rate, a copy or a load by the script. None of these was tried."
             ],
         )
-    grown = _grown(clues)
     if grown is not None and grown.alike and first.step > 0:
         return _one_step(clues, grown)
     return None
 
 
-def _diverged(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
+def _diverged(clues: CauseClues, grown: ModuleGrowth | None) -> OverflowCause | None:
+    if grown is None or grown.steps < _DIVERGED:
+        return None
     batches, sizes = grown.shown
     where = f"on {ranks_text(sorted([clues.first.rank, *grown.alike]))}"
     went = ", ".join(map(number_text, sizes))

@@ -56,7 +56,7 @@ class OverflowCause(msgspec.Struct, frozen=True):
     """Why a non-finite value was made. `next` stands first in the verdict's own."""
 
     kind: str
-    """data, precision, domain, divergence, step, start, mask, replica, passed, hook, unrepeatable"""
+    """data, domain, precision, divergence, step, start, mask, scale, replica, hook, script or unrepeatable"""
     certainty: Certainty
     """established: a trial or arithmetic shows it"""
     statement: str
@@ -114,6 +114,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         force_setattr(self, "code", str(self.kind.code))
+
+    @property
+    def headlines(self) -> list[str]:
+        """The statement, and the cause where it is known."""
+        return [self.statement, *([self.cause.line] if self.cause is not None else [])]
 
     @property
     def codes(self) -> str:

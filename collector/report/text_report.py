@@ -220,9 +220,8 @@ def _verdict(console: Console, report: RunReport) -> None:
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
     title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
-    console.print(WrappedText(Text(verdict.statement, style="bold")))
-    if verdict.cause is not None:
-        console.print(WrappedText(Text(verdict.cause.line, style="bold")))
+    for line in verdict.headlines:
+        console.print(WrappedText(Text(line, style="bold")))
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))

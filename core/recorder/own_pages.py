@@ -41,12 +41,10 @@ class OwnPages:
         found: dict[int, OpenPage] = {}
         number = min(page.held, default=0) - 1
         while (at := self._writer.segment_at(number)) is not None:
-            with self._writer.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as view:
-                head = view.tolist()
+            head = self._head(at)
             if head[SegmentField.ROOT] == page.root and head[SegmentField.PAGE] < page.number:
-                batch, step = head[SegmentField.BATCH], head[SegmentField.STEP]
-                number_of = head[SegmentField.PAGE]
-                found.setdefault(number_of, OpenPage(number_of, page.root, batch, step)).held.insert(0, number)
+                key, batch, step = head[SegmentField.PAGE], head[SegmentField.BATCH], head[SegmentField.STEP]
+                found.setdefault(key, OpenPage(key, page.root, batch, step)).held.insert(0, number)
             number -= 1
         return [found[key] for key in sorted(found)]
 
@@ -62,10 +60,14 @@ class OwnPages:
             at = self._writer.segment_at(number)
             if at is None:
                 continue
-            with self._writer.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as view:
-                head = view.tolist()
+            head = self._head(at)
             if head[SegmentField.PAGE] == page.number:
                 yield head, at
+
+    def _head(self, at: int) -> list[int]:
+        """The header of the segment at this offset: see SegmentField."""
+        with self._writer.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as view:
+            return view.tolist()
 
     def _decode(self, page: OpenPage, at: int, position: int) -> Frame:
         data = self._writer.view

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import operator
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +27,7 @@ from ..record.names import inputs_of
 from ..record.progress import RunProgress
 from ..record.tensor_stats import is_foreign, version_of
 from .batch_rows import ENOUGH_BITS, BatchRows, Positions
+from .kept_call import WeakTensor, kept_tensor, still_there
 
 _MOST_NOTED = 4
 _MOST_BYTES = 1 << 20
@@ -54,8 +53,8 @@ class _HandedInputs(NamedTuple):
     """What a root was handed in one batch."""
 
     page: int
-    tensors: list[tuple[Callable[[], torch.Tensor | None], int]]
-    """(gives the tensor, or None; how often it had been changed in place)"""
+    tensors: list[tuple[torch.Tensor | WeakTensor, int]]
+    """(the tensor, how often it had been changed in place)"""
 
 
 class _FoundBatch(NamedTuple):
@@ -85,7 +84,9 @@ class BatchSources:
             # what another module has computed, as for a loss, is no data
             leaves = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
             tensors = [leaf for leaf in leaves if leaf.grad_fn is None][:_MOST_TENSORS]
-            handed = _HandedInputs(page.number, [(_reference(tensor), version_of(tensor)) for tensor in tensors])
+            handed = _HandedInputs(
+                page.number, [(kept_tensor(tensor, _MOST_BYTES), version_of(tensor)) for tensor in tensors]
+            )
             self._handed.append(handed)
             if self._wanted is not None and self._wanted[0] == page.number:
                 self._tell(self._wanted[1], handed)
@@ -115,9 +116,9 @@ class BatchSources:
     def _find(self, handed: _HandedInputs) -> list[_FoundBatch] | str:
         """The batches that it can have come from, and where in them; else why it is not known."""
         rows, is_gone = [], False
-        for reference, version in handed.tensors:
-            tensor = reference()
-            if tensor is None or version_of(tensor) != version:
+        for kept, version in handed.tensors:
+            tensor = still_there(kept)
+            if isinstance(tensor, WeakTensor) or version_of(tensor) != version:
                 is_gone = True
             elif _is_plain(tensor):
                 rows.append(BatchRows(tensor))
@@ -159,12 +160,6 @@ class BatchSources:
                 else:
                     found |= {(id(batch), where) for where in rows.found_in(tensor)}
         return found
-
-
-def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    if tensor.requires_grad or tensor.numel() * tensor.element_size() > _MOST_BYTES:
-        return weakref.ref(tensor)
-    return lambda: tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

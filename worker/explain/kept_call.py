@@ -46,9 +46,9 @@ def is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def kept_tensor(tensor: torch.Tensor) -> torch.Tensor | WeakTensor:
-    """Without its graph: an argument that requires gradients would keep that alive."""
-    if tensor.requires_grad or tensor.numel() * tensor.element_size() > _MOST_BYTES:
+def kept_tensor(tensor: torch.Tensor, most_bytes: int = _MOST_BYTES) -> torch.Tensor | WeakTensor:
+    """Itself, or weakly if it is larger or has a graph: an argument that requires gradients would keep that alive."""
+    if tensor.requires_grad or tensor.numel() * tensor.element_size() > most_bytes:
         return WeakTensor(weakref.ref(tensor))
     return tensor
 

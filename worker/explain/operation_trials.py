@@ -1,7 +1,7 @@
 """Runs an operation that made a bad value again, alone and on its own operands: as it was, and in other dtypes.
 
-What is finite in float64 was too large for its dtype. What is not finite there either was asked outside of the
-operation's domain, and no dtype mends it.
+What is finite in float64 was too large for its dtype. What is not finite there either was handed numbers outside of the
+operation's domain: its operands may have become so in an earlier operation.
 """
 
 from __future__ import annotations

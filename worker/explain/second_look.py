@@ -98,7 +98,8 @@ class SecondLook:
         of_backward = bad.frame.phase in ("backward", "collective")
         parameter = self._parameter_of(bad)
         element, update, reduced = without_modes(self._elements_of, bad, parameter)
-        losses = without_modes(self._losses_of, bad) if of_backward else []
+        losses = self._losses_of(bad) if of_backward else []
+        values = [without_modes(numbers_of, loss)[0] for loss in losses]
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -117,8 +118,8 @@ class SecondLook:
             element=element,
             update=update,
             reduced=reduced,
-            losses=losses,
-            script=self._script_of(bad, losses),
+            losses=values,
+            script=self._script_of(bad, losses, values),
         )
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
@@ -187,13 +188,15 @@ class SecondLook:
         parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
 
-    def _losses_of(self, bad: NonFiniteRow) -> list[OperandNumbers]:
-        """What the tensors hold that the backward began from. Waits for a device."""
+    def _losses_of(self, bad: NonFiniteRow) -> list[torch.Tensor]:
+        """The tensors that the backward began from, as long as they live."""
         graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
         found = [loss() for loss in graph.losses[:_MOST_LOSSES]] if graph is not None else []
-        return [numbers_of(loss)[0] for loss in found if loss is not None]
+        return [loss for loss in found if loss is not None]
 
-    def _script_of(self, bad: NonFiniteRow, losses: list[OperandNumbers]) -> list[ScriptTensor]:
+    def _script_of(
+        self, bad: NonFiniteRow, losses: list[torch.Tensor], values: list[OperandNumbers]
+    ) -> list[ScriptTensor]:
         """The script's variables, where its own code may have made the value: a loss, or a gradient that it changes
         before the step.
 
@@ -205,11 +208,8 @@ class SecondLook:
             return []
         if bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
             return script_tensors(running_frames(sys._getframe()), waits=True, losses=())
-        engine = running_engine() if any(loss.value not in ("finite", "") for loss in losses) else None
-        if engine is None:
-            return []
-        begun = [each for each in engine.f_locals.get("t_outputs", ()) if isinstance(each, torch.Tensor)]
-        return script_tensors(running_frames(engine), waits=True, losses=begun)
+        engine = running_engine() if any(value.is_bad for value in values) else None
+        return script_tensors(running_frames(engine), waits=True, losses=losses) if engine is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.
