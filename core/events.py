@@ -856,6 +856,15 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     memory since the run began."""
     stack: list[StackLine] = []
     """If a fatal signal ended the rank: the stack of the thread that received it, innermost call first."""
+    main: list[StackLine] = []
+    """The main thread's, if another one got the signal, or as it was just before the rank's launcher stopped it, as
+    another rank had failed."""
+    state: str = ""
+    """Of a rank that its launcher stopped: the process's state before, a letter as in /proc/PID/stat; "" is unknown."""
+    busy: float = 0.0
+    """And the share of one core that it used."""
+    moved_ns: int = 0
+    """When it last recorded anything, by the host's own clock; 0: unknown."""
     shm_free: int = -1
     """If SIGBUS ended the rank: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0

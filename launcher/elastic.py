@@ -36,7 +36,7 @@ from ..core.guest.own_imports import OWN_START
 from ..core.guest.tell import say
 from ..core.host import host_name
 from ..core.settings import VARIABLE, WorkerSettings
-from ..core.signal_errors import from_outside
+from ..core.signal_errors import from_outside, suppress_own
 from ..core.text import error_text
 from ..core.wire.pipe import LaunchDone
 
@@ -142,6 +142,9 @@ class RankListener(Protocol):
     def is_waited_for(self, attempt: int, running: list[int]) -> bool:
         """Whether a rank has failed, and the others get time for their own record."""
 
+    def are_stopped(self, attempt: int, codes: dict[int, int | None]) -> None:
+        """torchrun stops those that still run, whose code is None."""
+
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Whether torchrun may start the ranks again."""
 
@@ -162,6 +165,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         self._gpuwatch_failed: list[int] = []
         self._gpuwatch_running = False
         self._gpuwatch_told_to_stop = False
+        self._gpuwatch_was_looked_at = False
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         settings = self._gpuwatch_agree(worker_group)
@@ -175,6 +179,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         self._gpuwatch_failed = []
         self._gpuwatch_running = True
         self._gpuwatch_told_to_stop = False
+        self._gpuwatch_was_looked_at = False
         self._gpuwatch_listener.started(self._gpuwatch_attempt, {ranks[local]: pid for local, pid in pids.items()})
         return pids
 
@@ -221,6 +226,9 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         waits = bool(failed) and not self._gpuwatch_told_to_stop
         if waits and self._gpuwatch_listener.is_waited_for(self._gpuwatch_attempt, running):
             return agent_api.RunResult(state=agent_api.WorkerState.HEALTHY)
+        if failed:
+            self._gpuwatch_look(worker_group)  # torchrun stops the others
+            failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
         result = super()._monitor_workers(worker_group)
         if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
             if self._gpuwatch_told_to_stop:
@@ -237,10 +245,12 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return result
 
     def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+        self._gpuwatch_look(worker_group)  # another node has failed
         super()._stop_workers(worker_group, *args, **kwargs)
         self._gpuwatch_ended(worker_group)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._gpuwatch_look(self._worker_group)  # a signal has come
         super()._shutdown(*args, **kwargs)
         self._gpuwatch_ended(self._worker_group)
 
@@ -249,6 +259,15 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
+
+    def _gpuwatch_look(self, worker_group: Any) -> None:
+        """Tell that the ranks will be stopped, once for each start; those that gpuwatch itself ends have been asked."""
+        if self._gpuwatch_running and not self._gpuwatch_was_looked_at and self._pcontext is not None:
+            self._gpuwatch_was_looked_at = True
+            if self._gpuwatch_told_to_stop:
+                return
+            with suppress_own(Exception):  # a look is no reason to end a launch
+                self._gpuwatch_listener.are_stopped(self._gpuwatch_attempt, self._gpuwatch_codes(worker_group))
 
     def _gpuwatch_ended(self, worker_group: Any) -> None:
         if self._gpuwatch_running and self._pcontext is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.errors import Code, ExitCode, UsageError
+from ..core.errors import RANK_OVERFLOW, Code, ExitCode, UsageError
 from ..core.events import SECOND_RUN_S
 from ..core.guest.tell import flush_streams, say, tell
 from ..core.guest.threads import OneThread
@@ -29,7 +29,8 @@ from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import KEPT_ATTEMPTS, RUN_VARIABLE
 from ..core.settings import WorkerSettings
 from ..core.wire.keys import meeting_key
-from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
+from ..core.wire.pipe import JobResult, LastLook, LaunchDone, WorkersEnded, WorkersStarted
+from .agent.last_looks import last_looks
 from .agent.process_ends import PATIENCE_LEFT_BEHIND_S, tell_left_behind
 from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
@@ -155,6 +156,9 @@ class TorchrunRanks(RankStarter):
         self._signals = signals
         self._ranks: list[psutil.Process] = []
         self._unseen: list[psutil.Process] = []
+        self._pids: dict[int, int] = {}
+        """rank -> process id"""
+        self._looks: dict[int, LastLook] = {}
         self._waits_until = 0.0
         """See `is_waited_for`. 0: it does not wait."""
         self._live = live_lines(check_only=terms.args.check_only)
@@ -231,6 +235,7 @@ class TorchrunRanks(RankStarter):
         self.attempt_is_over.clear()
         self._unseen = []
         self._waits_until = 0.0
+        self._pids, self._looks = pids, {}
         for pid in pids.values():
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
@@ -244,11 +249,17 @@ class TorchrunRanks(RankStarter):
         self._waits_until = self._waits_until or time.monotonic() + SECOND_RUN_S
         return time.monotonic() < self._waits_until
 
+    def are_stopped(self, attempt: int, codes: dict[int, int | None]) -> None:
+        """torchrun stops those without a code: where do they stand? An overflow is known without it."""
+        if RANK_OVERFLOW not in codes.values():
+            running = {rank: pid for rank, pid in self._pids.items() if codes.get(rank, 0) is None}
+            self._looks = last_looks(self._life.scratch, attempt, running)
+
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
         self._life.overflows.read(attempt, codes)
-        self._life.send(WorkersEnded(attempt, codes, failed))
+        self._life.send(WorkersEnded(attempt, codes, failed, self._looks))
 
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Not after an abort: the same overflow, or the same bad GPU, would only be met again."""

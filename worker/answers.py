@@ -65,7 +65,8 @@ class _StackFile:
         _give_way(number, file.path)
         self._is_enabled = not faulthandler.is_enabled()
         if self._is_enabled:
-            faulthandler.enable(file=file.number, all_threads=False)
+            # a watchdog's thread has no Python frame: what the main thread waits in says more
+            faulthandler.enable(file=file.number, all_threads=True)
 
     def release(self) -> None:
         """Stop writing, and forbid the agent to ask: without a handler, the signal would end the process."""

@@ -8,11 +8,13 @@ that another rank is gone is never first.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ...core.events import RunPosition
 from ..facts.facts import RankFacts, RunFacts
+from .end_positions import aborted_in_a_wait
 from .words import first_line
 
 _NUMBER = re.compile(r"\d+")
@@ -43,6 +45,8 @@ class ExitOrder:
     """(rank, delay) for others that ended at the same point later, at least by `delay` nanoseconds of that clock."""
     behind: list[tuple[RankFacts, int]] = field(default_factory=list)
     """(rank, delay) for others that had issued fewer collectives and ended at least `delay` nanoseconds later."""
+    too: list[RankFacts] = field(default_factory=list)
+    """Others that raised the same as the first by themselves, at another point."""
 
 
 def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
@@ -51,7 +55,10 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
     if not ranks:  # a parent fails because its ranks have, and not vice versa
         ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
-    ended = sorted((_RankExit(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
+    waited = {rank.rank for rank in aborted_in_a_wait(facts.of_attempt(attempt))}
+    ended = sorted(
+        (_RankExit(facts, rank, waited) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number)
+    )
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
     own = [one for one in own if not one.was_stopped or not any(_stopped_for(one, other) for other in ended)]
@@ -64,7 +71,10 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
         earliest.sort(key=lambda one: (sum(one.times), one.number))
     first, others = earliest[0], earliest[1:]
     gaps = [(one.rank, (_gap_ns(first, one) or 0) if on_one_host else 0) for one in others]
-    behind = [(one.rank, _gap_ns(first, one) or 0) for one in own if one not in earliest and _fewer(one, first)]
+    too = [one for one in own if one not in earliest and _raised_alike(first.rank, one.rank)]
+    too = [one for one in too if abs(_gap_ns(first, one) or 0) < _ALIKE_NS]
+    rest = [one for one in own if one not in earliest and one not in too]
+    behind = [(one.rank, _gap_ns(first, one) or 0) for one in rest if _fewer(one, first)]
     return ExitOrder(
         [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
         first.rank,
@@ -72,16 +82,18 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
         [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS and _is_together(first.rank, rank, ns)],
         [(rank, ns) for rank, ns in gaps if not _is_together(first.rank, rank, ns)],
         behind,
+        [one.rank for one in too],
     )
 
 
 class _RankExit:
     """A rank's end, with the counts and times that order it among the others."""
 
-    def __init__(self, facts: RunFacts, rank: RankFacts) -> None:
+    def __init__(self, facts: RunFacts, rank: RankFacts, waited: Collection[int] = ()) -> None:
+        """`waited`: the ranks that were aborted while they waited for others."""
         error, script, exit_ = rank.error, rank.script_exit, rank.exit
         self.rank, self.number, self.host = rank, rank.rank, facts.host(rank)
-        self.lost_a_peer = error.peer_failure if error is not None else rank.hid_a_peer_failure
+        self.lost_a_peer = error.peer_failure if error is not None else rank.hid_a_peer_failure or rank.rank in waited
         self.was_stopped = exit_ is not None and exit_.by == "torchrun"
         self.is_weak = rank.was_aborted_at_exit or self.was_stopped
         """It may have ended badly because its launcher stopped it, or because its peers were gone."""

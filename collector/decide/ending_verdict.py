@@ -175,13 +175,20 @@ def _job_failed(facts: RunFacts) -> bool:
 
 
 def _certainty(endings: ExitOrder) -> Certainty:
-    return Certainty.SUPPORTED if endings.same or endings.later or endings.behind else Certainty.ESTABLISHED
+    if endings.first is not None and endings.first.was_aborted:
+        exit_ = endings.first.exit
+        if exit_ is not None and (exit_.main or not exit_.stack):  # by a thread that is not the script's
+            return Certainty.SUPPORTED
+    sure = not (endings.same or endings.later or endings.behind or endings.too)
+    return Certainty.ESTABLISHED if sure else Certainty.SUPPORTED
 
 
 def _who(first: RankFacts, endings: ExitOrder, host: str) -> str:
     """`Rank 1 (and rank 2 at the same point) on node7`."""
-    same = [rank.rank for rank in endings.same]
-    return f"{one_on(first.rank)}{f' (and {ranks_text(same)} at the same point)' if same else ''} on {host}"
+    same, too = ([rank.rank for rank in ranks] for ranks in (endings.same, endings.too))
+    others = [*([f"{ranks_text(same)} at the same point"] if same else []), *([ranks_text(too)] if too else [])]
+    also = f" (and {', '.join(others)})" if others else ""
+    return f"{one_on(first.rank)}{also} on {host}"
 
 
 def _later_lines(endings: ExitOrder) -> list[str]:
@@ -203,8 +210,6 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     assert exit_ is not None and exit_.code is not None
     pid = first.state.pid if first.state is not None else "?"
     name, host, place = signal_name(-exit_.code), facts.host(first), doing(exit_)
-    if name == "SIGABRT" and standing_at(exit_.groups) is not None:
-        return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
     hint, short = _FATAL_TEXT.get(name, ""), ""
     if exit_.memory_kills:
         many = exit_.memory_kills
@@ -233,8 +238,14 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             *_later_lines(endings),
         ],
         next=[*filter(None, [hint]), *([frames] if is_rank(first.rank) else [])],
-        cascade=cascade_of(facts, first.attempt, {first.rank}),
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in _by_themselves(endings))}),
     )
+
+
+def _by_themselves(endings: ExitOrder) -> list[RankFacts]:
+    """The ranks that ended for no reason of the first one's."""
+    raised = [rank for rank in endings.by_themselves if rank.error is not None and not rank.error.peer_failure]
+    return [*endings.same, *endings.too, *raised]
 
 
 def _fatal_lines(exit_: WorkerExit) -> list[str]:
@@ -247,23 +258,6 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
     if exit_.shm_free >= 0:
         lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host after it ended")
     return lines
-
-
-def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
-    """A watchdog, or the library of the collectives, ends the rank that waits, and not the one that it waits for."""
-    who = ranks_text(sorted(rank.rank for rank in (first, *same))).capitalize()
-    place = doing(first.exit) if first.exit is not None else ""
-    ended = f"{'were' if same else 'was'} ended by SIGABRT in a collective, {place}"
-    return Verdict(
-        VerdictKind.LOST,
-        f"{who} {ended}: it is unknown which rank is at fault.",
-        Certainty.UNKNOWN,
-        attempt=first.attempt,
-        signal="SIGABRT",
-        evidence=progress_of(facts, first.attempt),
-        next=["Look in the job's output for what the communication library printed before the rank ended."],
-        cascade=cascade_of(facts, first.attempt, set()),
-    )
 
 
 def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
@@ -298,7 +292,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence=evidence + _later_lines(endings),
         next=cause.next if cause is not None else [hint],
         cause=cause,
-        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in _by_themselves(endings))}),
     )
 
 

@@ -184,12 +184,14 @@ class _StackScene:
         return [*lines, *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else [])]
 
 
-def position_line(ranks: list[int], first: RankPosition) -> str:
-    """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`"""
+def position_line(ranks: list[int], first: RankPosition, *, ended: bool = False) -> str:
+    """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`; `ended`: waited"""
     one = len(ranks) == 1
-    what = f"{'is' if one else 'are'} {'stopped' if first.kind == 'stopped' else first.doing}"
+    be = ("was", "were") if ended else ("is", "are")
+    what = f"{be[not one]} {'stopped' if first.kind == 'stopped' else first.doing}"
     if first.waiting:
         verb = ("waits", "wait") if first.kind == "waits" else ("seems to wait", "seem to wait")
+        verb = verb if not ended else ("waited",) * 2 if first.kind == "waits" else ("seemed to wait",) * 2
         what = f"{verb[not one]} in {first.operation}"
     elif first.kind == "unknown":
         what += "; no stack could be read"

@@ -43,21 +43,22 @@ def absent(
     what: str = "",
     further: str = "",
     cause: str = "",
+    ended: bool = False,
 ) -> HangFinding:
     """The finding where some wait for ranks that are elsewhere, or that have `left`.
 
-    `what`: what the only one of these does, if that is known.
+    `what`: what the only one of these does, if that is known. `ended`: or did, as all of them have ended.
     """
     one, who = len(ranks) == 1, ranks_text(ranks)
     if left:
-        ended = f"{'its' if one else 'their'} script ended with exit code 0"
-        statement = f"{who.capitalize()} left early: {ended}, while {who_waits(waiting, waited)} in {where}."
+        how = f"{'its' if one else 'their'} script ended with exit code 0"
+        statement = f"{who.capitalize()} left early: {how}, while {who_waits(waiting, waited)} in {where}."
         if len(waiting) == 1:  # they look the same
             statement += f" Or rank {waiting[0]} has issued one collective too many."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
         statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
-        statement += f" It is {what}." if one and what else ""
+        statement += f" It {'was' if ended else 'is'} {what}." if one and what else ""
         next_ = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause)

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -93,27 +93,41 @@ MAY_BE_ASKED = stat.S_IWUSR
 
 
 _FATAL = "Fatal Python error: "
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _C_STACK = "C stack trace (most recent call first)"
 """From Python 3.14 on."""
 _C_LINE = re.compile(r'  Binary file "(?P<file>[^"]*)", at (?P<function>[^+\s]+)\+0x[0-9a-f]+ ')
 _MOST_C_LINES = 8
 
 
-def parse_fatal(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:
-    """The last stack that faulthandler has written when a fatal signal came, innermost call first; [] if there is none.
+class FatalStacks(NamedTuple):
+    """What faulthandler has written when a fatal signal came, innermost calls first."""
 
-    The names of native functions come first, as far as they are known. Their lines are 0.
+    stack: list[StackLine]
+    """Of the thread that got the signal. The names of native functions come first, as far as they are known: their
+    lines are 0. [] if it has no Python, as a library's own thread, or left nothing."""
+    main: list[StackLine]
+    """Of the main thread, if that is another one."""
+
+
+def parse_fatal(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> FatalStacks:
+    """The last fatal signal in what faulthandler has written; without any call if there is none.
+
+    faulthandler writes the newest thread first, and the main thread last. (CPython, Python/traceback.c)
     """
     last = text.rfind(_FATAL)
     if last < 0:
-        return []
+        return FatalStacks([], [])
     python, _, native = text[last:].partition(_C_STACK)
     found = [
         StackLine(match["file"], 0, match["function"])
         for line in native.splitlines()
         if (match := _C_LINE.match(line)) is not None and "faulthandler" not in match["function"]
     ]
-    return [*found[:_MOST_C_LINES], *parse_stack(python, source)]
+    threads = [(part.startswith("Current"), parse_stack(part, source)) for part in _THREAD.split(python)[1:]]
+    current = next((stack for is_current, stack in threads if is_current), [])
+    main = threads[-1][1] if threads and not threads[-1][0] else []
+    return FatalStacks([*found[:_MOST_C_LINES], *current], main)
 
 
 def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:

@@ -11,6 +11,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..errors import Code
+from ..events import StackLine
 from ..settings import OnHang
 from ..text import from_json, to_json
 from .messages import AgentHello, NodeBye, StopRanks
@@ -48,12 +49,22 @@ class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
     """rank -> pid"""
 
 
+class LastLook(msgspec.Struct, frozen=True):
+    """Where a rank stood just before torchrun stopped it. The fields are those of WorkerExit."""
+
+    main: list[StackLine] = []
+    state: str = ""
+    busy: float = 0.0
+
+
 class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):
     """All ranks of this node have ended. Those in `failed` ended badly before torchrun stopped the others."""
 
     attempt: int
     codes: dict[int, int | None]
     failed: list[int]
+    looks: dict[int, LastLook] = {}
+    """Of those that torchrun stopped."""
 
 
 class LaunchDone(NodeBye, frozen=True, tag="done"):

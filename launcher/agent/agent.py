@@ -244,16 +244,18 @@ class NodeAgentLoop:
         elif isinstance(message, pipe.WorkersEnded):
             for rank, code in message.codes.items():
                 by = "itself" if rank in message.failed or code == 0 else "torchrun"
-                self._end_rank(rank, message.attempt, code, by, now)
+                self._end_rank(rank, message.attempt, code, by, now, message.looks.get(rank))
         elif isinstance(message, pipe.LaunchDone):
             self._launch_done(message, now)
 
-    def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
+    def _end_rank(
+        self, rank: int, attempt: int, code: int | None, by: str, now: float, look: pipe.LastLook | None = None
+    ) -> None:
         watch = self._ranks.get((rank, attempt))
         if watch is not None and watch.was_removed and (attempt, rank) in self._ends_told:
             watch.ended = True
         if watch is not None and not watch.ended:
-            for body in watch.end(code, by, now):
+            for body in watch.end(code, by, now, look):
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: messages.AgentBody) -> messages.AgentBody:

@@ -19,9 +19,10 @@ from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.stalls import file_of, pipe_of, stack_file_name
 from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
+from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values
-from .stacks import fatal_stack
+from .stacks import fatal_stacks
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class RankWatch:
             self._asked = True
             self._pages.want((want.root_cls, want.root_ordinal, want.batch), now)
 
-    def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
+    def end(self, code: int | None, by: str, now: float, look: LastLook | None = None) -> list[AgentBody]:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
@@ -126,14 +127,16 @@ class RankWatch:
             messages.append(self._fault(f"the head of the recorder of {rank_name(self.rank)} is damaged"))
         if not self._broken:
             try:
-                return [*messages, *self._end(reader, code, by, now)]
+                return [*messages, *self._end(reader, code, by, now, look)]
             except Exception as error:
                 messages.append(self._give_up(error))
         with suppress(Exception):  # whatever is damaged: the header may still say that the rank saw an overflow
             messages += self._unlogged_anomaly(reader)
         return [*messages, bare]
 
-    def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
+    def _end(
+        self, reader: RecorderReader, code: int | None, by: str, now: float, look: LastLook | None
+    ) -> list[AgentBody]:
         messages: list[AgentBody] = [*self._pages.due(reader, now), *self._pages.last(reader)]
         messages += self._unlogged_anomaly(reader)
         pending = sum(pending_values(kept) for held in reader.held() if (kept := reader.page(held.number)) is not None)
@@ -147,9 +150,12 @@ class RankWatch:
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
         exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        exit_ = replace(exit_, moved_ns=time.time_ns() - int(state.age_s * 1e9))
+        if look is not None and by == "torchrun":
+            exit_ = replace(exit_, main=look.main, state=look.state, busy=look.busy)
         if by == "itself" and code is not None and -code in _FATAL:
-            stack, when_ns = fatal_stack(self._path.parent, self.rank, self.attempt)
-            exit_ = replace(exit_, stack=stack, ended_ns=when_ns)
+            (stack, main), when_ns = fatal_stacks(self._path.parent, self.rank, self.attempt)
+            exit_ = replace(exit_, stack=stack, main=main, ended_ns=when_ns)
             if -code == signal.SIGBUS:
                 with suppress(OSError):
                     exit_ = replace(exit_, shm_free=shutil.disk_usage("/dev/shm").free)

@@ -216,9 +216,9 @@ class StackLook:
         """It is at work for this look."""
         _ask(pid, self._file)
 
-    def is_due(self, now: float, *, may_spy: bool = True) -> bool:
+    def is_due(self, now: float, *, may_spy: bool = True, look_s: float = LOOK_S) -> bool:
         """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
-        if now - self._began < LOOK_S:
+        if now - self._began < look_s:
             return False
         if self._busy is None:
             state, ticks = _stat(self._pid)
@@ -228,6 +228,11 @@ class StackLook:
             if not self._answer and may_spy:
                 self.spy = PySpy(self._pid, state, now)
         return self.spy is None or self.spy.is_done(now)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its answer so far."""
+        return max(0, _size(self._file) - self._size)
 
     def result(self) -> StacksSeen:
         """What it has shown, once it is due."""
@@ -247,12 +252,12 @@ class StackLook:
             self.spy.close()
 
 
-def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:
-    """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); ([], 0) if it left no stack."""
+def fatal_stacks(folder: Path, rank: int, attempt: int) -> tuple[stalls.FatalStacks, int]:
+    """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); 0 if it left no stack."""
     file = folder / stalls.stack_file_name(rank, attempt)
     text, when_ns = _read_from(file, max(0, _size(file) - _MOST_BYTES))
-    stack = stalls.parse_fatal(text, linecache.getline)
-    return stack, when_ns if stack else 0
+    stacks = stalls.parse_fatal(text, linecache.getline)
+    return stacks, when_ns if any(stacks) else 0
 
 
 def _read_from(file: Path, start: int) -> tuple[str, int]:

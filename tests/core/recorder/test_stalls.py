@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from gpuwatch.core.events import StackLine
 from gpuwatch.core.recorder.stalls import (
     MOST_LINES,
@@ -48,12 +49,13 @@ def source(file: str, line: int) -> str:
 
 
 def test_a_fatal_signals_stack_comes_after_those_that_were_asked_for():
-    assert parse_fatal(ASKED + FATAL_3_11, source) == [MODEL, StackLine("/home/me/train.py", 41, "<module>")]
+    found = parse_fatal(ASKED + FATAL_3_11, source)
+    assert found == ([MODEL, StackLine("/home/me/train.py", 41, "<module>")], [])
     assert parse_stack(ASKED)[0].line == 12
 
 
 def test_names_of_native_functions_come_first():
-    found = parse_fatal(FATAL_3_14, source)
+    found, _ = parse_fatal(FATAL_3_14, source)
 
     assert found[-1] == MODEL
     assert found[-2] == StackLine("/site/torch/lib/libtorch_cpu.so", 0, "_ZN2at6native4copyE")
@@ -72,13 +74,29 @@ Current thread 0x00007f02 (most recent call first):
   File "/opt/checkout/core/guest/start.py", line 45 in _run_gpuwatch
   File "/opt/checkout/core/guest/start.py", line 59 in <module>
 """
-    assert [line.line for line in parse_fatal(start)] == [3, 41]
+    assert [line.line for line in parse_fatal(start).stack] == [3, 41]
     before = [line for line in start.splitlines(keepends=True) if "/me/" not in line]
-    assert [line.line for line in parse_fatal("".join(before))] == [157, 78, 45, 59], "the script has not begun"
+    assert [line.line for line in parse_fatal("".join(before)).stack] == [157, 78, 45, 59], "the script has not begun"
 
 
 def test_without_one_there_is_none():
-    assert parse_fatal(ASKED) == parse_fatal("") == parse_fatal("Fatal Python error: ") == []
+    assert parse_fatal(ASKED) == parse_fatal("") == parse_fatal("Fatal Python error: ") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("current", "stack"), [("", []), ("Current thread", [StackLine("/home/me/watch.py", 3, "watchdog")])]
+)
+def test_the_main_threads_stack_is_known_where_another_thread_has_aborted(current, stack):
+    """A library's own thread has no Python: then no thread is called the current one."""
+    text = f"""Fatal Python error: Aborted
+
+{current or "Thread"} 0x00007f01 (most recent call first):
+  File "/home/me/watch.py", line 3 in watchdog
+
+Thread 0x00007f02 (most recent call first):
+  File "/home/me/model.py", line 7 in forward
+"""
+    assert parse_fatal(text, source) == (stack, [MODEL])
 
 
 def test_the_call_that_runs_the_script_is_not_the_users():

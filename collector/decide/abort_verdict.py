@@ -1,0 +1,141 @@
+"""The verdict of ranks that a library has aborted while they waited for others. Pure.
+
+NCCL's watchdog and gloo end the process that waits (SIGABRT), from a thread of their own, and not the one that it waits
+for. What the main threads of all ranks stood in tells them apart: the aborted ones leave their stacks (faulthandler),
+and those that torchrun stops are asked before it does (launcher/agent/last_looks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import structs
+
+from ...core.text import ranks_text
+from ...core.verdicts import Certainty, VerdictKind
+from ..facts.facts import RankFacts, RunFacts
+from ..report.model import Verdict
+from ..report.sentence_parts import grouped
+from .end_positions import aborted_in_a_wait, last_look, progress
+from .hang_finding import position_line
+from .hang_groups import IN_ORDER, ODD_UNKNOWN, absent
+from .hang_model import HangFinding, position_of, standing_at
+from .hang_verdict import verdict_of
+from .words import doing, first_line
+
+WAITED_S = 2.0
+"""A rank that was aborted sooner after it had last moved may not have waited for anybody."""
+_Found = tuple[VerdictKind, HangFinding]
+
+
+def abort_verdict(facts: RunFacts) -> Verdict | None:
+    """None if no rank was aborted while it seems to have waited, or if another rank ended for a reason of its own."""
+    nodes = facts.nodes.values()
+    if any(node.signal is not None for node in nodes) or all(node.bye is None or node.went_well for node in nodes):
+        return None
+    ranks = facts.of_attempt(facts.last_attempt)
+    aborted = aborted_in_a_wait(ranks)
+    others = [rank for rank in ranks if rank not in aborted]
+    if not aborted or len(ranks) < max(2, facts.announced_ranks) or any(_has_own_reason(rank) for rank in others):
+        return None
+    scene = _AbortScene(aborted, others)
+    kind, found = scene.did_not_come() or scene.left_early() or scene.elsewhere() or scene.unknown()
+    found = replace(found, evidence=[*scene.lines(), *found.evidence])
+    return structs.replace(verdict_of(facts, found, ranks, {}, kind), signal="SIGABRT")
+
+
+def _has_own_reason(rank: RankFacts) -> bool:
+    if rank.error is not None:
+        return not rank.error.peer_failure
+    return bool(rank.own_code) and not rank.was_aborted_at_exit and not rank.hid_a_peer_failure
+
+
+class _AbortScene:
+    """The ranks of an attempt as they stood at its end. `others` ended for no reason of their own."""
+
+    def __init__(self, aborted: list[RankFacts], others: list[RankFacts]) -> None:
+        self._ranks = [*aborted, *others]
+        self._looks = {rank.rank: look for rank in self._ranks if (look := last_look(rank)) is not None}
+        self._positions = {number: position_of(look) for number, look in self._looks.items()}
+        self._aborted = sorted(rank.rank for rank in aborted)
+        self._waiting = [number for number in self._aborted if self._waits(number)]
+        self._raised = [rank.rank for rank in others if rank.error is not None or rank.hid_a_peer_failure]
+        self._left = [rank.rank for rank in others if rank.rank not in self._raised and rank.own_code == 0]
+        self._stopped = [rank.rank for rank in others if rank.rank not in self._raised + self._left]
+
+    def _waits(self, number: int) -> bool:
+        look = self._looks.get(number)
+        return look is not None and (self._positions[number].waiting or standing_at(look.groups) is not None)
+
+    def did_not_come(self) -> _Found | None:
+        """Ranks that ran, waited for nobody and were not ahead, while the aborted ones waited for long."""
+        away = [number for number in self._stopped if self._is_away(number)]
+        if not self._operations or not away or self._waited_s < WAITED_S:
+            return None
+        them = "them" if len(self._waiting) > 1 else "it"
+        waited = f"waited for {self._waited_s:.0f} s, until SIGABRT ended {them}"
+        what = self._positions[away[0]].what
+        found = absent(away, self._operations, self._waiting, waited, sure=False, what=what, ended=True)
+        step = (
+            f"Look at what {ranks_text(away)} did there. Where it must take that long, let all ranks do it, or give "
+            "the process group more time: init_process_group(timeout=...)."
+        )
+        return VerdictKind.HANG, replace(found, next=[step])
+
+    def _is_away(self, number: int) -> bool:
+        """A rank without a stack may wait, too."""
+        position = self._positions.get(number)
+        return (
+            position is not None
+            and position.kind in ("away", "stopped")
+            and standing_at(position.groups) is None
+            and all(progress(self._looks[number]) <= progress(self._looks[waiting]) for waiting in self._waiting)
+        )
+
+    def left_early(self) -> _Found | None:
+        """All others had ended well, while the aborted ones waited."""
+        if not self._operations or not self._left or self._stopped or self._raised:
+            return None
+        waited = f"waited, until SIGABRT ended {'them' if len(self._waiting) > 1 else 'it'}"
+        return VerdictKind.HANG, absent(self._left, self._operations, self._waiting, waited, sure=False, left=True)
+
+    def elsewhere(self) -> _Found | None:
+        """All ranks waited, or have raised as their peers went away, and not at one line."""
+        numbers = [rank.rank for rank in self._ranks]
+        if self._left or any(not self._waits(number) for number in self._aborted + self._stopped):
+            return None
+        places = grouped(sorted(numbers), lambda number: self._positions[number].line)
+        if len(places) < 2 or "" in places:
+            return None
+        text = "; ".join(f"{ranks_text(ranks)} at {line}" for line, ranks in places.items())
+        statement = f"The ranks were not in the same collective, and SIGABRT ended {ranks_text(self._aborted)}: {text}."
+        return VerdictKind.CRASH, HangFinding(f"{statement} {ODD_UNKNOWN}", Certainty.UNKNOWN, [], [IN_ORDER])
+
+    def unknown(self) -> _Found:
+        """A rank was aborted in a collective, or by a thread beside its script's."""
+        who = f"{ranks_text(self._aborted).capitalize()} {'were' if len(self._aborted) > 1 else 'was'}"
+        place = doing(self._looks[self._aborted[0]]) if self._aborted[0] in self._looks else ""
+        inside = " in a collective," if len(self._waiting) == len(self._aborted) else ""
+        statement = f"{who} ended by SIGABRT{inside} {place}: it is unknown which rank is at fault."
+        step = "Look in the job's output for what the communication library printed before the rank ended."
+        return VerdictKind.LOST, HangFinding(statement, Certainty.UNKNOWN, [], [step])
+
+    def lines(self) -> list[str]:
+        """Where each rank was, and how it ended."""
+        alike = grouped(self._positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
+        lines = [position_line([rank for rank, _ in found], found[0][1], ended=True) for found in alike.values()]
+        for number in self._aborted:
+            still = f", {self._looks[number].still_s:.0f} s after it had last moved" if number in self._looks else ""
+            lines.append(f"rank {number} was aborted by SIGABRT{still}")
+        for rank in self._ranks:
+            if rank.error is not None:
+                lines.append(f"rank {rank.rank} raised {rank.error.error}: {first_line(rank.error.message)}")
+        return lines
+
+    @property
+    def _waited_s(self) -> float:
+        return max((self._looks[number].still_s for number in self._waiting), default=0.0)
+
+    @property
+    def _operations(self) -> str:
+        return " and ".join(sorted({self._positions[number].operation for number in self._waiting} - {""}))

@@ -1,0 +1,72 @@
+"""Where the ranks of an attempt stood at its end: what their main threads did, and how far they had got. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from ...core.events import RankLook, StackLine
+from ..facts.facts import RankFacts
+from .hang_model import position_of, standing_at
+
+_TRACE_LINE = re.compile(
+    r'^ *File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4,}(?P<text>[^\n]*))?',
+    re.MULTILINE,
+)
+_PHASES = {"forward": 0, "backward": 1, "optimizer": 2}
+
+
+def last_look(rank: RankFacts) -> RankLook | None:
+    """Where a rank stood at its end, as if it had been asked then; None if that is not known.
+
+    A fatal signal leaves the stacks (faulthandler), an exception its traceback, and a rank that torchrun stops is asked
+    before (launcher/agent/last_looks.py).
+    """
+    exit_, error = rank.exit, rank.error
+    if exit_ is None:
+        return None
+    stack, state, busy = exit_.main, exit_.state, exit_.busy
+    if error is not None:
+        stack, state, busy = _calls_of(error.traceback), "S", 0.0
+    elif exit_.by == "itself":
+        stack, state, busy = [line for line in exit_.main or exit_.stack if line.line], "S", 0.0
+    still_s = max(0.0, (exit_.ended_ns - exit_.moved_ns) / 1e9) if exit_.moved_ns and exit_.ended_ns else 0.0
+    where, groups = exit_.where, exit_.groups
+    return RankLook(where, 0, still_s, exit_.phase, exit_.module, exit_.cls, state, busy, stack, groups)
+
+
+def _calls_of(traceback: str) -> list[StackLine]:
+    """The calls in the text of a traceback, the innermost first."""
+    found = [
+        StackLine(match["file"], int(match["line"]), match["function"], (match["text"] or "").strip())
+        for match in _TRACE_LINE.finditer(traceback)
+    ]
+    return found[::-1]
+
+
+def progress(look: RankLook) -> tuple[int, int]:
+    """How far a rank has got in its batches; less is earlier."""
+    return look.where.batch, _PHASES.get(look.phase, 3)
+
+
+def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
+    """The ranks of an attempt that were aborted (SIGABRT) while they waited for others, as far as can be seen.
+
+    NCCL's watchdog and gloo do that, from threads of their own. A main thread that is aborted in code of the script's
+    own has done it itself; on a GPU's host it may be anywhere while a collective stands still.
+    """
+    looks = {rank.rank: look for rank in ranks if (look := last_look(rank)) is not None}
+    found = []
+    for rank in ranks:
+        exit_, look = rank.exit, looks.get(rank.rank)
+        if not rank.was_aborted or rank.was_aborted_at_exit or rank.error is not None or exit_ is None or look is None:
+            continue
+        is_ahead = any(progress(other) < progress(look) for number, other in looks.items() if number != rank.rank)
+        on_device = bool(exit_.main) and not (rank.device or "cpu").startswith("cpu")
+        if (
+            standing_at(exit_.groups) is not None
+            or position_of(look).waiting
+            or (is_ahead and not look.stack)
+            or (len(ranks) > 1 and on_device)
+        ):
+            found.append(rank)
+    return found

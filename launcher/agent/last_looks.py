@@ -1,0 +1,35 @@
+"""Where the ranks of a node stand just before their launcher stops them, as another rank has failed.
+
+What a rank waited in, or did instead, is gone with its process. The launch asks for it, and nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...core.wire.pipe import LastLook
+from .stacks import LOOK_S, StackLook
+
+_TURN_S = 0.1
+"""Over which a rank's use of the processor is measured at least."""
+
+
+def last_looks(folder: Path, attempt: int, pids: Mapping[int, int]) -> dict[int, LastLook]:
+    """Ask these ranks (rank -> process id) and wait for their answers, 0.2 s if all of them answer, at most LOOK_S."""
+    began = now = time.monotonic()
+    looks = {rank: StackLook(folder, rank, attempt, pid, began) for rank, pid in pids.items()}
+    sizes: list[int] = []
+    while looks and now - began < LOOK_S:
+        time.sleep(_TURN_S)
+        now, before = time.monotonic(), sizes
+        sizes = [look.size for look in looks.values()]
+        if all(sizes) and sizes == before:  # whole, too
+            break
+    found = {}
+    for rank, look in looks.items():
+        if look.is_due(now, may_spy=False, look_s=0.0):
+            seen = look.result()
+            found[rank] = LastLook(seen.stack, seen.state, seen.busy)
+    return found
