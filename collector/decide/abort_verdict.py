@@ -18,7 +18,7 @@ from ..report.model import Verdict
 from ..report.sentence_parts import grouped
 from .end_positions import aborted_in_a_wait, last_look, progress
 from .hang_finding import position_line
-from .hang_groups import IN_ORDER, ODD_UNKNOWN, absent
+from .hang_groups import ODD_UNKNOWN, SAME_COLLECTIVES, absent
 from .hang_model import HangFinding, position_of, standing_at
 from .hang_verdict import verdict_of
 from .words import doing, first_line
@@ -41,7 +41,8 @@ def abort_verdict(facts: RunFacts) -> Verdict | None:
     scene = _AbortScene(aborted, others)
     kind, found = scene.did_not_come() or scene.left_early() or scene.elsewhere() or scene.unknown()
     found = replace(found, evidence=[*scene.lines(), *found.evidence])
-    return structs.replace(verdict_of(facts, found, ranks, {}, kind), signal="SIGABRT")
+    verdict = verdict_of(facts, found, ranks, {}, kind)
+    return structs.replace(verdict, signal="SIGABRT", cascade=verdict.cascade if found.ranks else [])
 
 
 def _has_own_reason(rank: RankFacts) -> bool:
@@ -97,7 +98,9 @@ class _AbortScene:
         if not self._operations or not self._left or self._stopped or self._raised:
             return None
         waited = f"waited, until SIGABRT ended {'them' if len(self._waiting) > 1 else 'it'}"
-        return VerdictKind.HANG, absent(self._left, self._operations, self._waiting, waited, sure=False, left=True)
+        line = self._positions[self._waiting[0]].line
+        found = absent(self._left, self._operations, self._waiting, waited, sure=False, left=True, line=line)
+        return VerdictKind.HANG, found
 
     def elsewhere(self) -> _Found | None:
         """All ranks waited, or have raised as their peers went away, and not at one line."""
@@ -109,7 +112,8 @@ class _AbortScene:
             return None
         text = "; ".join(f"{ranks_text(ranks)} at {line}" for line, ranks in places.items())
         statement = f"The ranks were not in the same collective, and SIGABRT ended {ranks_text(self._aborted)}: {text}."
-        return VerdictKind.CRASH, HangFinding(f"{statement} {ODD_UNKNOWN}", Certainty.UNKNOWN, [], [IN_ORDER])
+        step = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
+        return VerdictKind.CRASH, HangFinding(f"{statement} {ODD_UNKNOWN}", Certainty.UNKNOWN, [], [step])
 
     def unknown(self) -> _Found:
         """A rank was aborted in a collective, or by a thread beside its script's."""

@@ -67,15 +67,13 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
 
 
 def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], waited: str) -> HangFinding:
-    """Some have ended while they waited in a backward's reduction, which no table describes, and all others were away.
-
-    The report has no stacks of it.
-    """
+    """Some had waited in a backward's reduction, which no table describes, and all others were away."""
     away = [rank for rank, position in positions.items() if position.kind == "away"]
     found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
-    lines = "To see the lines, have the stall reported while it lasts: set --hang-timeout below the group's timeout."
+    lines = " To see the lines, have the stall reported while it lasts: set --hang-timeout below the group's timeout."
+    lines = "" if all(positions[rank].line for rank in away) else lines
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
-    return replace(found, next=[f"Look at what {ranks_text(away)} did then. {lines}"], evidence=evidence)
+    return replace(found, next=[f"Look at what {ranks_text(away)} did then.{lines}"], evidence=evidence)
 
 
 _UNSEEN = "{} of the ranks did not report their positions"

@@ -43,25 +43,30 @@ def absent(
     what: str = "",
     further: str = "",
     cause: str = "",
+    line: str = "",
     ended: bool = False,
 ) -> HangFinding:
     """The finding where some wait for ranks that are elsewhere, or that have `left`.
 
-    `what`: what the only one of these does, if that is known. `ended`: or did, as all of them have ended.
+    `what`: what the only one of these does, if that is known. `line`: where the first that waits does. `ended`: all of
+    them have ended since.
     """
+    instead: list[int] = []
     one, who = len(ranks) == 1, ranks_text(ranks)
     if left:
         how = f"{'its' if one else 'their'} script ended with exit code 0"
         statement = f"{who.capitalize()} left early: {how}, while {who_waits(waiting, waited)} in {where}."
         if len(waiting) == 1:  # they look the same
-            statement += f" Or rank {waiting[0]} has issued one collective too many."
+            instead = waiting
+            statement += f" Or rank {waiting[0]} has issued one collective too many{f', at {line}' if line else ''}."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
         statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
         statement += f" It {'was' if ended else 'is'} {what}." if one and what else ""
         next_ = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
+        next_ = f"Look at what {who} did then." if ended else next_
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
-    return HangFinding(statement + further, certainty, ranks, [next_], cause=cause)
+    return HangFinding(statement + further, certainty, ranks, [next_], cause=cause, instead=instead)
 
 
 def who_waits(ranks: Sequence[int], waited: str) -> str:
@@ -202,7 +207,9 @@ class _GroupScene:
             sure=sure,
             left=left,
             what=first.what,
+            line=self.positions[direct[0]].line if direct else "",
             further=self._further(direct),
+            ended=not self.waited.startswith("have"),
             cause="left early" if left else "did not come",
         )
 

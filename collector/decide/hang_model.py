@@ -46,16 +46,18 @@ class HangFinding:
     may_end: bool = True
     """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
     outlook: HangPrognosis = field(default_factory=lambda: HangPrognosis("may go on"))
+    instead: list[int] = field(default_factory=list)
+    """Ranks that may be at fault in place of `ranks`."""
 
     @property
     def rank(self) -> int | None:
-        """The only rank that the others wait for; None where several can be, or none."""
-        return self.ranks[0] if len(self.ranks) == 1 else None
+        """The only rank that can be at fault; None where several can be, or none."""
+        return self.ranks[0] if len(self.ranks) == 1 and not self.instead else None
 
     @property
     def others(self) -> list[int]:
-        """The ranks that the others wait for, where there are several."""
-        return self.ranks if len(self.ranks) > 1 else []
+        """The ranks that can be at fault, where there are several."""
+        return sorted([*self.ranks, *self.instead]) if self.rank is None else []
 
 
 # What one rank was doing when it was asked: waiting for others, and in what, or something of its own. Pure.
@@ -71,6 +73,8 @@ _AROUND_COLLECTIVES = (
     _DDP,
 )
 """Where torch calls collectives from, of which some have no function in Python."""
+_DISPATCHER = ("/torch/_ops.py", "/torch/_library/")
+"""torch's calls of an operation, between C++ and the function in Python that means it."""
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
@@ -173,7 +177,8 @@ def position_of(look: RankLook) -> RankPosition:
 
 def _operation(look: RankLook) -> tuple[str, bool]:
     """(what it waits in, whether that is sure); ("", False) if it does not."""
-    stack, device_waits = look.stack, is_pending(look.groups)
+    calls = [line for line in look.stack if not any(part in line.file for part in _DISPATCHER)]
+    stack, device_waits = calls or look.stack, is_pending(look.groups)
     if not stack:
         return "", False
     for line in stack:
@@ -184,7 +189,8 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     inner = stack[0]
     resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
     if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
-        return ("DDP's own collective" if _DDP in inner.file else inner.function.lstrip("_")), True
+        name = "a collective" if inner.function.startswith("__") else inner.function.lstrip("_")
+        return ("DDP's own collective" if _DDP in inner.file else name), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
         return DEVICE, device_waits
     if inner.function == "_engine_run_backward" and (device_waits or (look.busy < QUIET and look.state != "R")):

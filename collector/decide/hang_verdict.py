@@ -12,10 +12,11 @@ from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
+from .end_positions import last_look
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
-from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, standing_at
+from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
 from .words import cascade_of, doing, first_line, whose
 
 _T = TypeVar("_T")
@@ -77,7 +78,7 @@ def verdict_of(
 ) -> Verdict:
     """What was found, as a verdict. Its place is what the ranks share that did not come, or else all of them."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
-    meant = [rank for rank in ranks if rank.rank in found.ranks] if found.ranks else ranks
+    meant = [rank for rank in ranks if rank.rank in found.ranks + found.instead] if found.ranks else ranks
     stood = [at for rank in meant if (at := looks.get(rank.rank) or rank.exit) is not None]
     module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
     batch = _common(at.where.batch for at in stood)
@@ -96,7 +97,7 @@ def verdict_of(
         evidence=found.evidence,
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
-        cascade=cascade_of(facts, ranks[0].attempt, set(found.ranks)),
+        cascade=cascade_of(facts, ranks[0].attempt, {*found.ranks, *found.instead}),
     )
 
 
@@ -146,6 +147,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     if found is None or (found.cause not in ("mismatch", "left early") and not timed_out):
         return None
     lines = [
+        *(f"rank {rank} was at {one.line}" for rank, one in sorted(shown.items()) if one.line),
         *(f"rank {rank.rank} raised {error.error}: {first_line(error.message)}" for rank, error in raised),
         *(f"rank {rank.rank} exited with an error code after a collective had raised in it" for rank in hidden),
         *(f"rank {rank.rank} was aborted by SIGABRT" for rank in aborted),
@@ -207,6 +209,8 @@ def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
             return RankPosition("left", groups=exit_.groups)
         if exit_.code != -signal.SIGABRT or not placed:
             return None
+    look = last_look(rank)
+    line = position_of(look).line if look is not None else ""
     operation = BACKWARD if reduces and (failed or not placed) else ""
     kind: Kind = "waits" if placed else "may wait" if failed or operation else "away"
-    return RankPosition(kind, doing(exit_), operation, groups=exit_.groups, failed=failed)
+    return RankPosition(kind, doing(exit_), operation, line, groups=exit_.groups, failed=failed)

@@ -39,8 +39,10 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
         if rank.error is not None:
             how = f"raised {rank.error.error} after {max(rank.error.where.collectives, 0)} collectives"
             found.append(CascadedRank(rank.rank, how))
-        elif rank.exit is not None and rank.exit.code not in (0, None):
-            how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
+        elif rank.exit is not None and rank.exit.code:
+            code = rank.exit.code
+            ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with {code}"
+            how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else ended
             found.append(CascadedRank(rank.rank, f"{how} {doing(rank.exit)}"))
     return found
 

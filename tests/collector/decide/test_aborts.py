@@ -1,0 +1,170 @@
+"""Whom a verdict names where a library has aborted ranks: from stacks as torch 2.13 and faulthandler leave them."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.decide.decide import decide
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events import GroupState, RunPosition, ScriptError, StackLine, WorkerExit
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
+
+S = 10**9
+NOON = 10**6 * S
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+
+OWN = StackLine("/home/me/train.py", 12, "slow_eval", "time.sleep(40)")
+LOOP = StackLine("/home/me/train.py", 30, "main", "loss.backward()")
+NORM = StackLine("/home/me/train.py", 40, "main", "norm = weight.full_tensor()")
+BARRIER = [
+    StackLine(f"{TORCH}/distributed/distributed_c10d.py", 4700, "barrier", "work = group.barrier(opts=opts)"),
+    LOOP,
+]
+BACKWARD = [StackLine(f"{TORCH}/autograd/graph.py", 841, "_engine_run_backward", "return engine.run_backward("), LOOP]
+GATHER = [
+    StackLine(f"{TORCH}/_ops.py", 882, "redispatch", "return self._handle.redispatch_boxed(keyset)"),
+    StackLine(f"{TORCH}/_library/autograd.py", 41, "forward_no_grad", "result = op.redispatch()"),
+    StackLine(f"{TORCH}/distributed/_functional_collectives.py", 142, "wait_tensor", "return torch.ops._c10d()"),
+    NORM,
+]
+FORWARD = [StackLine(f"{TORCH}/nn/modules/linear.py", 125, "forward", "return F.linear(input)"), LOOP]
+WATCHDOG = [StackLine("/home/me/watch.py", 3, "watchdog", "os.abort()")]
+
+
+def aborted(rank, main, *, stack=(), waited_s=600.0, batch=4, phase="backward", groups=()):
+    """A thread has aborted it: `main` is the main thread's stack, `stack` that of the other one."""
+    return end(rank, -6, "itself", batch, phase, list(stack), main, waited_s, groups)
+
+
+def stopped(rank, main, *, batch=3, phase="script", groups=()):
+    """torchrun has, after it was asked."""
+    return end(rank, -15, "torchrun", batch, phase, [], main, 300.0, groups)
+
+
+def end(rank, code, by, batch, phase, stack, main, still_s, groups):
+    where = RunPosition(rank, step=batch, batch=batch, seq=batch)
+    times = {"ended_ns": NOON, "moved_ns": NOON - round(still_s * S)}
+    return [
+        EventMessage(
+            WorkerExit(where, code, by, phase, groups=list(groups), stack=stack, main=main, state="S", **times)
+        )
+    ]
+
+
+def lost_its_peer(rank, line):
+    trace = (
+        f'Traceback:\n  File "{line.file}", line {line.line}, in {line.function}\n    {line.text}\nRuntimeError: closed'
+    )
+    error = ScriptError(
+        RunPosition(rank, batch=4, time_ns=NOON), "RuntimeError", "Connection closed", trace, None, True
+    )
+    return [EventMessage(error), *end(rank, 1, "itself", 4, "raised", [], [], 1.0, ())]
+
+
+def left(rank):
+    return end(rank, 0, "itself", 7, "finished", [], [], 1.0, ())
+
+
+def verdict_of(make, *ranks):
+    bodies = [make.hello(nproc=len(ranks)), *(body for rank in ranks for body in rank), NodeBye("failed")]
+    return decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
+
+
+@pytest.mark.parametrize("stack", [[], WATCHDOG], ids=["a library's thread", "a thread of Python"])
+@pytest.mark.parametrize(
+    ("main", "operation"),
+    [(BARRIER, "barrier"), (BACKWARD, "the backward's reduction of gradients"), (GATHER, "wait_tensor")],
+)
+def test_who_was_waited_for_is_named_and_not_who_waited(make, main, operation, stack):
+    verdict = verdict_of(make, aborted(0, main, stack=stack), stopped(1, [OWN]))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
+    assert verdict.statement == (
+        f"Rank 1 never reached {operation}, in which rank 0 waited for 600 s, until SIGABRT ended it. It was outside "
+        "of a forward, after batch 3, at train.py:12 in slow_eval: time.sleep(40)."
+    )
+    assert [one.rank for one in verdict.cascade] == [0]
+
+
+def test_several_that_waited_are_one_finding(make):
+    verdict = verdict_of(make, aborted(0, BACKWARD), stopped(1, [OWN]), aborted(2, BACKWARD))
+
+    assert verdict.rank == 1
+    assert "in which ranks 0, 2 waited for 600 s, until SIGABRT ended them" in verdict.statement
+
+
+def test_before_the_first_batch(make):
+    main = [StackLine(f"{TORCH}/nn/parallel/distributed.py", 900, "__init__", "_verify_param_shape("), LOOP]
+    verdict = verdict_of(make, aborted(0, main, batch=-1, phase="script"), stopped(1, [OWN], batch=-1))
+
+    assert (verdict.kind, verdict.rank) == ("hang", 1)
+    assert "DDP's own collective" in verdict.statement
+
+
+def test_one_that_is_ahead_is_not_who_was_waited_for(make):
+    verdict = verdict_of(make, aborted(0, BACKWARD, batch=4), stopped(1, [OWN], batch=5))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("lost", "unknown", None)
+
+
+def test_what_was_aborted_at_once_had_not_waited(make):
+    verdict = verdict_of(make, aborted(0, BARRIER, waited_s=0.1), stopped(1, [OWN]))
+
+    assert (verdict.certainty, verdict.rank) == ("unknown", None)
+
+
+def test_ranks_in_different_collectives_are_both_shown(make):
+    """gloo aborts the one that was sent another size than it expects. The other one then loses its peer."""
+    verdict = verdict_of(make, aborted(0, GATHER, waited_s=0.0), lost_its_peer(1, LOOP))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("crash", "unknown", None)
+    assert "rank 0 at train.py:40 in main: norm = weight.full_tensor()" in verdict.statement
+    assert "rank 1 at train.py:30 in main: loss.backward()" in verdict.statement
+    assert verdict.cascade == []
+
+
+def test_at_the_same_line_nobody_is_named(make):
+    verdict = verdict_of(make, aborted(0, BACKWARD, waited_s=0.0), lost_its_peer(1, LOOP))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("lost", "unknown", None)
+
+
+def test_one_that_left_is_named_beside_two_that_waited(make):
+    verdict = verdict_of(make, aborted(0, BARRIER), left(1), aborted(2, BARRIER))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
+
+
+def test_of_two_the_other_one_may_have_issued_one_too_many(make):
+    verdict = verdict_of(make, aborted(0, BARRIER), left(1))
+
+    assert verdict.rank is None
+    assert sorted(one.rank for one in verdict.concurrent) == [0, 1]
+    assert "Or rank 0 has issued one collective too many, at train.py:30 in main" in verdict.statement
+
+
+@pytest.mark.parametrize("stack", [WATCHDOG, [*FORWARD]])
+def test_a_main_thread_that_was_at_work_has_not_waited(make, stack):
+    """The rank has aborted itself, or a thread of its own has: then it is not certain."""
+    main = [] if stack == FORWARD else FORWARD
+    verdict = verdict_of(make, aborted(0, main, stack=stack), stopped(1, BARRIER))
+
+    assert (verdict.kind, verdict.rank) == ("lost", 0)
+    assert verdict.certainty == ("supported" if main else "established")
+
+
+def test_a_reason_of_another_ranks_own_comes_first(make):
+    error = ScriptError(RunPosition(1, batch=4, time_ns=NOON), "ValueError", "boom", "Traceback", None, False)
+    raised = [EventMessage(error), *end(1, 1, "itself", 4, "raised", [], [], 1.0, ())]
+    verdict = verdict_of(make, aborted(0, BACKWARD), raised)
+
+    assert (verdict.kind, verdict.rank) == ("crash", 1)
+
+
+def test_the_table_of_a_rank_counts_as_well(make):
+    """It stands in a collective that its stack does not show."""
+    group = GroupState("0", "0-1", 2, begun=9, at=9, phase="waiting")
+    behind = GroupState("0", "0-1", 2, begun=8, at=8, phase="none")
+    verdict = verdict_of(make, aborted(0, FORWARD, groups=[group]), stopped(1, [OWN], groups=[behind]))
+
+    assert verdict.rank in (1, None)
+    assert verdict.certainty != "established"
