@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ import click
 
 from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
-from ..core.errors import Code, UsageError, coded
+from ..core.errors import Code, GpuwatchError, UsageError, coded
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
 from ..slurm.sbatch import JobTask, LocalSlurm
@@ -166,7 +167,12 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
         text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
         _say(coded(text, Code.SCHEDULER_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
-    click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
+    from ..collector.report.text_report import answer_again
+
+    text = f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}"
+    with suppress(GpuwatchError):
+        text = "\n\n".join(filter(None, (text, answer_again(read_report(paths), text))))
+    click.echo(text)
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())
 
 

@@ -863,8 +863,8 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """Of a rank that its launcher stopped: the process's state before, a letter as in /proc/PID/stat; "" is unknown."""
     busy: float = 0.0
     """And the share of one core that it used."""
-    moved_ns: int = 0
-    """When it last recorded anything, by the host's own clock; 0: unknown."""
+    still_s: float = 0.0
+    """Seconds since it had last recorded anything, when it was asked, or as it ended by itself; 0: unknown."""
     shm_free: int = -1
     """If SIGBUS ended the rank: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0

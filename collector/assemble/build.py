@@ -27,6 +27,12 @@ from .stragglers import step_report
 from .timeline import forecasts_of, timeline_of
 
 
+def _last_stack(rank: RankFacts) -> list[str]:
+    """A rank's stack at its end, where it was stopped or aborted."""
+    exit_ = rank.exit
+    return [line.shown for line in exit_.main or exit_.stack if line.line] if exit_ is not None else []
+
+
 def look_stack(look: RankLook) -> list[str]:
     """A rank's stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`.
 
@@ -184,7 +190,7 @@ def _rank_report(
         hidden=waived_of(rank),
         batches_skipped=rank.counts.batches_skipped,
         gpu=gpu_of(facts, rank),
-        stack=look_stack(rank.looks[-1]) if rank.looks else [],
+        stack=look_stack(rank.looks[-1]) if rank.looks else _last_stack(rank),
         frames_comparable=comparable,
         pages=len(rank.pages),
         traces_left_out=traces_left_out,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ...core.events import RankLook, StackLine
-from ..facts.facts import RankFacts
-from .hang_model import position_of, standing_at
+from ..facts.facts import RankFacts, RunFacts
+from .hang_finding import find_hang
+from .hang_model import HangFinding, position_of, standing_at
 
 _TRACE_LINE = re.compile(
     r'^ *File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4,}(?P<text>[^\n]*))?',
@@ -24,14 +26,16 @@ def last_look(rank: RankFacts) -> RankLook | None:
     exit_, error = rank.exit, rank.error
     if exit_ is None:
         return None
-    stack, state, busy = exit_.main, exit_.state, exit_.busy
-    if error is not None:
+    stack, state, busy, phase = exit_.main, exit_.state, exit_.busy, exit_.phase
+    interrupted = error is not None and error.error == "KeyboardInterrupt"
+    if interrupted:  # where it was, and no end of its own
+        phase = "script"
+    if error is not None and not (interrupted and stack):
         stack, state, busy = _calls_of(error.traceback), "S", 0.0
     elif exit_.by == "itself":
-        stack, state, busy = [line for line in exit_.main or exit_.stack if line.line], "S", 0.0
-    still_s = max(0.0, (exit_.ended_ns - exit_.moved_ns) / 1e9) if exit_.moved_ns and exit_.ended_ns else 0.0
+        stack, state, busy = [line for line in stack or exit_.stack if line.line], "S", 0.0
     where, groups = exit_.where, exit_.groups
-    return RankLook(where, 0, still_s, exit_.phase, exit_.module, exit_.cls, state, busy, stack, groups)
+    return RankLook(where, 0, exit_.still_s, phase, exit_.module, exit_.cls, state, busy, stack, groups)
 
 
 def _calls_of(traceback: str) -> list[StackLine]:
@@ -70,3 +74,22 @@ def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
         ):
             found.append(rank)
     return found
+
+
+_STILL_S = 10.0
+"""A job whose waiting ranks have rested for less when a signal came may have gone on."""
+
+
+def stood_still(facts: RunFacts) -> HangFinding | None:
+    """What the ranks waited for when a signal ended their job; None if they had moved lately, or it does not show."""
+    ranks = facts.of_attempt(facts.last_attempt)
+    looks = [look for rank in ranks if (look := last_look(rank)) is not None and look.stack]
+    asked = {rank.rank for rank in ranks if rank.exit is not None and rank.exit.main}  # a Ctrl-C has moved others
+    still_s = min((look.still_s for look in looks if look.where.rank in asked), default=0.0)
+    if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < _STILL_S:
+        return None
+    found = find_hang(looks, {}, len(looks), over=True)
+    if found is None or not found.ranks:
+        return None
+    statement = f"It had stood still for {still_s:.0f} s. {found.statement}"
+    return replace(found, statement=statement)

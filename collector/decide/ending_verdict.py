@@ -9,7 +9,8 @@ from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict
-from ..report.sentence_parts import one_on, ranks_text
+from ..report.sentence_parts import grouped, one_on, ranks_text
+from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
@@ -42,7 +43,7 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
     if not _job_failed(facts):
         return None
     endings = endings_of(facts, facts.last_attempt)
-    if not endings.by_themselves:
+    if not endings.by_themselves or all(_left_for_the_signal(facts, rank) for rank in endings.by_themselves):
         return None
     if endings.first is None:
         lost = lost_node_verdict(facts)
@@ -159,14 +160,22 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
 
 
 def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
-    """Whether a signal ended the launch on this rank's node. Its peers then went away for the same reason.
+    """Whether a signal ended the launch on this rank's node. Its peers then went away for the same reason."""
+    return rank.error is not None and _after_the_signal(facts, rank, rank.error.where.time_ns)
 
-    A launch records its signal after its ranks have ended, by the same clock as theirs.
-    """
-    node = facts.nodes.get(rank.agent)
-    if node is None or node.signal is None or rank.error is None:
+
+def _left_for_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
+    """Whether a script ended with a code of its own after the signal, as one that saves a checkpoint first."""
+    if rank.error is not None or (rank.code or 0) <= 0 or rank.exit is None:
         return False
-    return rank.error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
+    told = rank.script_exit.where.time_ns if rank.script_exit is not None else 0
+    return _after_the_signal(facts, rank, told or rank.exit.ended_ns)
+
+
+def _after_the_signal(facts: RunFacts, rank: RankFacts, time_ns: int) -> bool:
+    """A launch records its signal after its ranks have ended, by the same clock as theirs."""
+    node = facts.nodes.get(rank.agent)
+    return node is not None and node.signal is not None and time_ns > node.signal.time_ns - SIGNAL_S * 10**9
 
 
 def _job_failed(facts: RunFacts) -> bool:
@@ -353,13 +362,21 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
     what, seen = ("check", "") if facts.check_only else ("run", "; no overflow had been seen")
+    stood = stood_still(facts)
+    codes = grouped(
+        (rank for rank in facts.of_attempt(facts.last_attempt) if (rank.code or 0) > 0), lambda rank: rank.code
+    )
+    ended = [
+        f"{ranks_text([rank.rank for rank in ranks])} ended with exit code {code}" for code, ranks in codes.items()
+    ]
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The {what} was ended from outside by {name}{why}{seen}.",
+        f"The {what} was ended from outside by {name}{why}{seen}." + (f" {stood.statement}" if stood else ""),
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,
-        evidence=progress_of(facts, facts.last_attempt),
+        evidence=[*progress_of(facts, facts.last_attempt), *ended, *(stood.evidence if stood else [])],
+        next=stood.next if stood else [],
     )
 
 

@@ -34,11 +34,14 @@ from .hang_model import (
 )
 
 
-def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
+def find_hang(
+    looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int, *, over: bool = False
+) -> HangFinding | None:
     """None if it is no hang: nobody was seen, somebody has stopped all of the ranks on purpose, or none of them waits
     and one computes: what does not show in its recorder, such as an import, a compilation or a search.
 
     `ended` are the ranks of that attempt that have ended, with how they did. `world_size` is how many ranks there are.
+    `over`: all of them have ended since they were asked.
     """
     gone = {
         look.where.rank: WorkerExit(look.where, 0, "itself", groups=look.groups) for look in looks if has_left(look)
@@ -52,7 +55,7 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
     if all(position.kind == "stopped" for position in positions.values()):
         return None
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
-    scene = _StackScene(looks, positions, left, world_size, world_size - len(positions) - len(ended))
+    scene = _StackScene(looks, positions, left, world_size, world_size - len(positions) - len(ended), over)
     found = None
     if all(look.phase in ("finished", "raised") for look in looks):
         found = scene.does_not_end()
@@ -88,6 +91,7 @@ class _StackScene:
     world_size: int
     unseen: int
     """Number of ranks whose position is unknown."""
+    over: bool = False
 
     @property
     def _still_s(self) -> float:
@@ -96,7 +100,7 @@ class _StackScene:
     @property
     def waited(self) -> str:
         """Without a time where they have just moved: into a group's timeout, while they were asked."""
-        return "have waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
+        return ("" if self.over else "have ") + "waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
 
     def find(self) -> HangFinding | None:
         waiting = [rank for rank, position in self.positions.items() if position.waiting]
@@ -111,7 +115,8 @@ class _StackScene:
         if waiting and away:
             sure = certain and all(self.positions[rank].kind != "unknown" for rank in away)
             what = self.positions[away[0]].what
-            return absent(away, self._operations(waiting), waiting, self.waited, sure=sure, what=what)
+            where = self._operations(waiting)
+            return absent(away, where, waiting, self.waited, sure=sure, what=what, ended=self.over)
         if away and any(computes(look) for look in self.looks):
             return None
         if len(self.looks) == 1 and len(self.left) == self.world_size - 1 > 0 and away:
@@ -178,7 +183,7 @@ class _StackScene:
     def lines(self) -> list[str]:
         """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`, a line for all that are alike."""
         alike = grouped(self.positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
-        lines = [position_line([rank for rank, _ in found], found[0][1]) for found in alike.values()]
+        lines = [position_line([rank for rank, _ in found], found[0][1], ended=self.over) for found in alike.values()]
         return [*lines, *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else [])]
 
 

@@ -77,6 +77,8 @@ _DISPATCHER = ("/torch/_ops.py", "/torch/_library/")
 """torch's calls of an operation, between C++ and the function in Python that means it."""
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
+_NAMES = {"wait_tensor": "a functional collective", "__new__": "a collective"}
+"""What a function of torch around a collective is called in a sentence, where its own name says little."""
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
 _WAITS_FOR_DEVICE = (".item(", ".cpu(", ".tolist(", ".numpy(", "cuda.synchronize(")
 """Calls that a rank on a GPU stands in while its device waits for other ranks. In host memory they take no time."""
@@ -189,7 +191,7 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     inner = stack[0]
     resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
     if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
-        name = "a collective" if inner.function.startswith("__") else inner.function.lstrip("_")
+        name = _NAMES.get(inner.function, inner.function.lstrip("_"))
         return ("DDP's own collective" if _DDP in inner.file else name), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
         return DEVICE, device_waits

@@ -205,6 +205,24 @@ def render_text(
     return console.text()
 
 
+_SCREEN = 20
+"""Lines of a text of which a terminal of 24 lines shows all."""
+
+
+def answer_again(report: RunReport, text: str, *, width: int = 80, color: bool = False) -> str:
+    """The verdict, its cause and the first next step, for the end of a `text` that has scrolled its beginning away; ""
+    if it has not."""
+    if text.count("\n", text.find("VERDICT")) < _SCREEN:
+        return ""
+    console = TextConsole(width, color=color)
+    _headline(console, report)
+    for line in report.verdict.next[:1]:
+        console.print(WrappedText(Text(line.splitlines()[0]), "Next: "))
+        for more in line.splitlines()[1:]:
+            console.print(Text(f"      {more}"), soft_wrap=True)
+    return console.text()
+
+
 def _titled(console: Console, section: ReportSection, lines: Iterable[RenderableType], style: str = "bold") -> None:
     """Print the lines under the section's title; print nothing if there are none."""
     found = list(lines)
@@ -217,11 +235,7 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
-    mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
-    console.print(dim_codes(title.append(f" {verdict.codes}")))
-    for line in verdict.headlines:
-        console.print(WrappedText(Text(line, style="bold")))
+    _headline(console, report)
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
@@ -229,6 +243,15 @@ def _verdict(console: Console, report: RunReport) -> None:
     _list(console, "Next", verdict.next)
     _list(console, "Seen before", report.seen_before)
     console.print()
+
+
+def _headline(console: Console, report: RunReport) -> None:
+    verdict = report.verdict
+    mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
+    title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
+    console.print(dim_codes(title.append(f" {verdict.codes}")))
+    for line in verdict.headlines:
+        console.print(WrappedText(Text(line, style="bold")))
 
 
 def _list(console: Console, title: str, items: list[str]) -> None:

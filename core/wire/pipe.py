@@ -55,6 +55,7 @@ class LastLook(msgspec.Struct, frozen=True):
     main: list[StackLine] = []
     state: str = ""
     busy: float = 0.0
+    still_s: float = 0.0
 
 
 class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):

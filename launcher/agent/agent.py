@@ -270,7 +270,11 @@ class NodeAgentLoop:
         if body.event.ended_ns:  # when a fatal signal came
             alive_ns = ended_ns = body.event.ended_ns
         ended_ns = ended_ns or time.time_ns()
-        return messages.EventMessage(replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns))
+        still_s = body.event.still_s
+        if body.event.by == "itself":  # until now
+            still_s = max(0.0, still_s - (time.time_ns() - ended_ns) / 1e9)
+        exit_ = replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns, still_s=still_s)
+        return messages.EventMessage(exit_)
 
     def _launch_done(self, done: pipe.LaunchDone, now: float) -> None:
         if self._done is not None:

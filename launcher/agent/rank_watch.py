@@ -17,7 +17,7 @@ from ...core import events
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.recorder.stalls import file_of, pipe_of, stack_file_name
+from ...core.recorder.stalls import file_of, has_left_backward, pipe_of, stack_file_name
 from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
 from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
@@ -150,15 +150,18 @@ class RankWatch:
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
         exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
-        exit_ = replace(exit_, moved_ns=time.time_ns() - int(state.age_s * 1e9))
-        if look is not None and by == "torchrun":
-            exit_ = replace(exit_, main=look.main, state=look.state, busy=look.busy)
+        if look is not None:
+            exit_ = replace(exit_, main=look.main, state=look.state, busy=look.busy, still_s=look.still_s)
+        elif by == "itself":
+            exit_ = replace(exit_, still_s=state.age_s)
         if by == "itself" and code is not None and -code in _FATAL:
             (stack, main), when_ns = fatal_stacks(self._path.parent, self.rank, self.attempt)
             exit_ = replace(exit_, stack=stack, main=main, ended_ns=when_ns)
             if -code == signal.SIGBUS:
                 with suppress(OSError):
                     exit_ = replace(exit_, shm_free=shutil.disk_usage("/dev/shm").free)
+        if exit_.phase == "backward" and has_left_backward(exit_.main):
+            exit_ = replace(exit_, phase="script")
         if (times := self.steps.event(where)) is not None:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]

@@ -90,6 +90,43 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
     assert "HTTPSConnectionPool: Read timed out." in verdict["statement"]
 
 
+@pytest.mark.parametrize(
+    ("how", "nproc", "operation"),
+    [
+        pytest.param("backward", 2, "the backward's reduction of gradients", marks=pytest.mark.comes_first),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sample(1, of="an abort")])
+            for case in (
+                ("backward", 3, "the backward's reduction of gradients"),
+                ("constructor", 2, "verify_param_shape_across_processes"),
+                ("functional", 2, "a functional collective"),
+                ("timeout", 2, "the backward's reduction of gradients"),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first_failure(bench, how, nproc, operation):
+    run = bench.launch("aborts.py", *PLAIN, args=(how,), nproc=nproc)
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", 1, "supported")
+    assert verdict["statement"].startswith(f"Rank 1 never reached {operation}, in which rank")
+    assert "in elsewhere: time.sleep(3600)" in verdict["statement"]
+    assert any("in elsewhere" in line for line in run.report["ranks"][1]["stack"])
+    assert [entry["rank"] for entry in verdict["cascade"]] == [rank for rank in range(nproc) if rank != 1]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="an abort")
+def test_where_gloo_aborts_a_rank_that_meets_another_collective_both_lines_are_told_and_nobody_is_named(bench):
+    run = bench.launch("aborts.py", *PLAIN, args=("sizes",))
+
+    verdict = run.verdict
+    assert (verdict["rank"], verdict["certainty"]) == (None, "unknown")
+    assert "in main: model.weight.full_tensor()" in verdict["statement"]
+    assert re.search(r"rank 1 at aborts.py:\d+ in main: loss", verdict["statement"])
+
+
 @pytest.mark.slow
 def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(bench):
     run = bench.launch("stuck_loader.py", *PLAIN, nproc=1)

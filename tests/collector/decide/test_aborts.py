@@ -42,7 +42,7 @@ def stopped(rank, main, *, batch=3, phase="script", groups=()):
 
 def end(rank, code, by, batch, phase, stack, main, still_s, groups):
     where = RunPosition(rank, step=batch, batch=batch, seq=batch)
-    times = {"ended_ns": NOON, "moved_ns": NOON - round(still_s * S)}
+    times = {"ended_ns": NOON, "still_s": still_s}
     return [
         EventMessage(
             WorkerExit(where, code, by, phase, groups=list(groups), stack=stack, main=main, state="S", **times)
@@ -72,7 +72,7 @@ def verdict_of(make, *ranks):
 @pytest.mark.parametrize("stack", [[], WATCHDOG], ids=["a library's thread", "a thread of Python"])
 @pytest.mark.parametrize(
     ("main", "operation"),
-    [(BARRIER, "barrier"), (BACKWARD, "the backward's reduction of gradients"), (GATHER, "wait_tensor")],
+    [(BARRIER, "barrier"), (BACKWARD, "the backward's reduction of gradients"), (GATHER, "a functional collective")],
 )
 def test_who_was_waited_for_is_named_and_not_who_waited(make, main, operation, stack):
     verdict = verdict_of(make, aborted(0, main, stack=stack), stopped(1, [OWN]))

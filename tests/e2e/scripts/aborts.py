@@ -1,0 +1,66 @@
+"""Rank 1 is elsewhere, and a thread of a library aborts the ranks that wait for it: sys.argv[1] says in what.
+
+NCCL's watchdog ends a process so: from a thread that has no Python, once the main thread has stood still for long.
+"""
+
+import ctypes
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+STILL_S = 4.0
+
+
+def elsewhere():
+    time.sleep(3600)
+
+
+def watchdog(thread):
+    since, before = time.monotonic(), None
+    while time.monotonic() - since < STILL_S:
+        time.sleep(0.1)
+        frame = sys._current_frames()[thread]
+        if (id(frame), frame.f_lasti) != before:
+            since, before = time.monotonic(), (id(frame), frame.f_lasti)
+    library, number = ctypes.CDLL(None), ctypes.c_ulong()
+    library.pthread_create(ctypes.byref(number), None, ctypes.cast(library.abort, ctypes.c_void_p), None)
+    time.sleep(3600)
+
+
+def leave_or_wait(rank, how):
+    if rank == 1:
+        elsewhere()
+    if how != "timeout":
+        threading.Thread(target=watchdog, args=(threading.get_ident(),), daemon=True).start()
+
+
+def main(how):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6 if how == "timeout" else 600))
+    rank = dist.get_rank()
+    if how == "constructor":
+        leave_or_wait(rank, how)
+    model = nn.Linear(8, 8)
+    if how == "sizes":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif how != "functional":
+        model = nn.parallel.DistributedDataParallel(model)
+    for batch in range(6):
+        if batch == 3 and how not in ("constructor", "sizes"):
+            leave_or_wait(rank, how)
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        if how == "functional":
+            functional.all_reduce(loss.detach(), "sum", dist.group.WORLD).item()
+        if how == "sizes" and not (rank == 1 and batch == 3):
+            model.weight.full_tensor()
+
+
+main(sys.argv[1])
