@@ -215,6 +215,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         if job_is_over:
             self._remaining_restarts = 0
         if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
+            self._gpuwatch_look(worker_group)  # the ranks of another node have failed
             self._gpuwatch_told_to_stop = True
             for pid in self._pcontext.pids().values():
                 with suppress(ProcessLookupError):
@@ -261,11 +262,9 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
 
     def _gpuwatch_look(self, worker_group: Any) -> None:
-        """Tell that the ranks will be stopped, once for each start; those that gpuwatch itself ends have been asked."""
+        """Tell that the ranks will be stopped, once for each start."""
         if self._gpuwatch_running and not self._gpuwatch_was_looked_at and self._pcontext is not None:
             self._gpuwatch_was_looked_at = True
-            if self._gpuwatch_told_to_stop:
-                return
             with suppress_own(Exception):  # a look is no reason to end a launch
                 self._gpuwatch_listener.are_stopped(self._gpuwatch_attempt, self._gpuwatch_codes(worker_group))
 

@@ -188,6 +188,22 @@ def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="an abort")
+def test_a_job_that_is_ended_while_it_stands_still_tells_who_was_waited_for(bench):
+    options = (*PLAIN, "--nproc-per-node", "2")
+    process = bench.start("gpuwatch.cli.main", "launch", *options, bench.script("aborts.py"), "nothing")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stands still\n"
+    process.send_signal(signal.SIGTERM)
+    run = bench.finish(process)
+
+    assert (run.code, run.verdict["kind"]) == (128 + signal.SIGTERM, "interrupted")
+    assert "It had stood still for " in run.verdict["statement"]
+    assert "Rank 1 never reached the backward's reduction of gradients" in run.verdict["statement"]
+    assert "in elsewhere: time.sleep(3600)" in run.verdict["statement"]
+
+
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
     process = bench.start("gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None

@@ -1,11 +1,14 @@
-"""Whom a verdict names where a library has aborted ranks: from stacks as torch 2.13 and faulthandler leave them."""
+"""Whom a verdict names where ranks were ended from outside: by a library, or by a signal to the job.
+
+From stacks as torch 2.13 and faulthandler leave them.
+"""
 
 from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import GroupState, RunPosition, ScriptError, StackLine, WorkerExit
+from gpuwatch.core.events import GroupState, NodeSignal, RunPosition, ScriptError, ScriptExit, StackLine, WorkerExit
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 S = 10**9
@@ -64,8 +67,9 @@ def left(rank):
     return end(rank, 0, "itself", 7, "finished", [], [], 1.0, ())
 
 
-def verdict_of(make, *ranks):
-    bodies = [make.hello(nproc=len(ranks)), *(body for rank in ranks for body in rank), NodeBye("failed")]
+def verdict_of(make, *ranks, signal=0):
+    told = [EventMessage(NodeSignal(signal, NOON + 5 * S))] if signal else []
+    bodies = [make.hello(nproc=len(ranks)), *(body for rank in ranks for body in rank), *told, NodeBye("failed")]
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
 
 
@@ -168,3 +172,63 @@ def test_the_table_of_a_rank_counts_as_well(make):
 
     assert verdict.rank in (1, None)
     assert verdict.certainty != "established"
+
+
+def test_a_job_that_is_ended_tells_for_whom_it_had_stood_still(make):
+    waits, away = (
+        end(0, -15, "torchrun", 4, "backward", [], BACKWARD, 90.0, ()),
+        end(1, -15, "torchrun", 3, "script", [], [OWN], 97.0, ()),
+    )
+    verdict = verdict_of(make, waits, away, signal=15)
+
+    assert (verdict.kind, verdict.rank) == ("interrupted", None)
+    assert verdict.statement == (
+        "The run was ended from outside by SIGTERM; no overflow had been seen. It had stood still for 90 s. Rank 1 "
+        "never reached the backward's reduction of gradients, in which rank 0 waited for 90 s. It was outside of a "
+        "forward, after batch 3, at train.py:12 in slow_eval: time.sleep(40)."
+    )
+    assert verdict.next == ["Look at what rank 1 did then."]
+
+
+def test_a_rank_that_ctrl_c_has_reached_shows_where_it_was(make):
+    trace = f'Traceback:\n  File "{OWN.file}", line {OWN.line}, in {OWN.function}\n    {OWN.text}\nKeyboardInterrupt'
+    error = ScriptError(RunPosition(1, batch=3, time_ns=NOON), "KeyboardInterrupt", "", trace, None, False)
+    away = [EventMessage(error), *end(1, 1, "torchrun", 3, "raised", [], [], 0.0, ())]
+    waits = end(0, -2, "torchrun", 4, "backward", [], BACKWARD, 90.0, ())
+    verdict = verdict_of(make, waits, away, signal=2)
+
+    assert verdict.kind == "interrupted"
+    assert "It had stood still for 90 s. Rank 1 never reached" in verdict.statement
+    assert "at train.py:12 in slow_eval" in verdict.statement
+
+
+@pytest.mark.parametrize("still_s", [0.0, 3.0])
+def test_a_job_that_had_just_moved_had_not_stood_still(make, still_s):
+    ranks = [end(rank, -15, "torchrun", 4, "backward", [], BACKWARD, still_s, ()) for rank in range(2)]
+    assert "stood still" not in verdict_of(make, *ranks, signal=15).statement
+
+
+@pytest.mark.parametrize("by", ["itself", "torchrun"])
+def test_a_script_that_saves_and_leaves_after_a_signal_is_interrupted(make, by):
+    def saved(rank):
+        left = ScriptExit(RunPosition(rank, batch=4, time_ns=NOON), 7)
+        return [EventMessage(left), *end(rank, 7, by, 4, "finished", [], [], 0.0, ())]
+
+    verdict = verdict_of(make, saved(0), saved(1), signal=15)
+    assert (verdict.kind, verdict.signal) == ("interrupted", "SIGTERM")
+    assert "ranks 0 and 1 ended with exit code 7" in verdict.evidence
+    assert verdict_of(make, saved(0), saved(1)).kind == "crash", "without a signal"
+
+
+def test_ranks_that_raise_the_same_by_themselves_are_one_finding(make):
+    """Rank 1 has begun one collective more, for which it does not wait."""
+
+    def raises(rank, seq):
+        where = RunPosition(rank, batch=2, seq=seq, clock={"0": seq}, time_ns=NOON + rank)
+        error = ScriptError(where, "ValueError", f"empty shard {rank}", "Traceback", None, False)
+        return [EventMessage(error), *end(rank, 1, "itself", 2, "raised", [], [], 0.0, ())]
+
+    verdict = verdict_of(make, raises(0, 8), raises(1, 9))
+    assert (verdict.kind, verdict.certainty) == ("crash", "supported")
+    assert verdict.statement.startswith("Rank 0 (and rank 1) on ")
+    assert verdict.cascade == []
