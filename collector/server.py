@@ -38,6 +38,7 @@ from .store import RunStore
 from .views.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .views.publisher import ViewPublisher
 from .views.snapshot import StacksRound, view_of
+from .waiting_lines import WaitingLines
 
 if TYPE_CHECKING:
     from .views.metrics_endpoint import MetricsExporter, OwnNumbers  # without --metrics-port, none of it is imported
@@ -177,6 +178,7 @@ class CollectorServer:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else FactFold(store.page, store.history)
         self._lines = StageLines(self._folded)
+        self._waiting = WaitingLines(self._folded)
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.announce(paths.folder)
@@ -201,6 +203,8 @@ class CollectorServer:
             self._socket.count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
+            for sentence in self._waiting.due(now, self._turned_away()["refused"]):
+                self._say(sentence)
             if self._act(run_protocol.tick(now)):
                 return self._finish()
 

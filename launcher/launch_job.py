@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import threading
 import time
 from contextlib import closing, suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.errors import RANK_OVERFLOW, Code, ExitCode, UsageError
+from ..core.errors import RANK_OVERFLOW, Code, ExitCode, UsageError, coded
 from ..core.events import SECOND_RUN_S
 from ..core.guest.tell import flush_streams, say, tell
 from ..core.guest.threads import OneThread
@@ -122,6 +123,24 @@ def check(arguments: list[str]) -> int:
     return _run(args, plan, ["gpuwatch", "check", *arguments], job)
 
 
+def _tell_of_unknown_host(plan: CollectorPlan) -> None:
+    """Say at once that the rendezvous' name is not known here. In Kubernetes it may be so a moment later."""
+    host = plan.connect.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            text = (
+                f"the host name {host} is not known here ({error.strerror}): torchrun and gpuwatch go on asking "
+                "for it; if it is wrong, correct --rdzv-endpoint, or MASTER_ADDR and --master-addr"
+            )
+            say(coded(text, Code.NO_RENDEZVOUS))
+
+    if host and not plan.local:
+        threading.Thread(target=look_up, daemon=True, name="gpuwatch-look-up").start()
+
+
 def _is_this_host(host: str) -> bool:
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
@@ -130,6 +149,7 @@ def _is_this_host(host: str) -> bool:
 
 def _run(args: argparse.Namespace, plan: CollectorPlan, command: list[str], job: SchedulerFacts | None) -> int:
     nproc = number_of_ranks(args)
+    _tell_of_unknown_host(plan)
     keys = job_keys(args, plan)
     with signals_raise() as signals:
         ranks = TorchrunRanks(JobTerms(args, plan, keys, command, job, nproc), signals)

@@ -15,6 +15,7 @@ from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
+from .missing_nodes import LOOK_FOR_THEM, missing_nodes
 from .script_cause import cause_of_crash
 from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
@@ -362,7 +363,8 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
     what, seen = ("check", "") if facts.check_only else ("run", "; no overflow had been seen")
-    stood = stood_still(facts)
+    stood, missing = stood_still(facts), missing_nodes(facts)
+    waited = f" It waited for {missing}." if missing else ""
     codes = grouped(
         (rank for rank in facts.of_attempt(facts.last_attempt) if (rank.code or 0) > 0), lambda rank: rank.code
     )
@@ -371,12 +373,12 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     ]
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The {what} was ended from outside by {name}{why}{seen}." + (f" {stood.statement}" if stood else ""),
+        f"The {what} was ended from outside by {name}{why}{seen}.{waited}" + (f" {stood.statement}" if stood else ""),
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,
         evidence=[*progress_of(facts, facts.last_attempt), *ended, *(stood.evidence if stood else [])],
-        next=stood.next if stood else [],
+        next=stood.next if stood else [LOOK_FOR_THEM] if missing else [],
     )
 
 
@@ -387,13 +389,19 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
     starter = "torchrun" if facts.starter == "torchrun" else facts.starter.capitalize()
     error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
     if error:
+        missing = missing_nodes(facts)
+        waited = f" It waited for {missing}." if missing else ""
         return Verdict(
             VerdictKind.CRASH,
-            f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
+            f"{starter} failed by itself: {first_line(error).rstrip('. ')}.{waited}",
             Certainty.SUPPORTED,
             attempt=facts.last_attempt,
             evidence=progress_of(facts, facts.last_attempt) or ["no rank had started"],
-            next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
+            next=[_PORT_TAKEN]
+            if "EADDRINUSE" in error or "address already in use" in error.lower()
+            else [LOOK_FOR_THEM]
+            if missing
+            else [],
         )
     return Verdict(
         kind=VerdictKind.CRASH,

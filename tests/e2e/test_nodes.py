@@ -1,5 +1,6 @@
 """Several nodes: each launch is a node of its own, here on one host."""
 
+import signal
 import socket
 from pathlib import Path
 
@@ -37,6 +38,40 @@ def test_two_nodes_make_one_report_and_end_together(bench, port):
         assert report["verdict"]["statement"] in run.stderr.replace("\n", " ")
         assert "keys derived from the rendezvous id" in run.stderr
     assert all(rank["frames"] for rank in report["ranks"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_waited_for_on_another_node_is_named(bench, port):
+    nodes = [start_node(bench, port, *PLAIN, script="aborts.py", args=("backward",)) for _ in range(2)]
+    runs = [bench.finish(process) for process in nodes]
+
+    assert [run.code for run in runs] == [5, 5]
+    verdict = runs[0].verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "supported")
+    assert "in elsewhere: time.sleep(3600)" in verdict["statement"]
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_for_a_node_says_so_and_so_does_its_report(bench, port):
+    process = start_node(bench, port, *PLAIN, script="clean.py")
+    assert process.stderr is not None
+    assert any("waiting for 1 of 2 nodes; heard from" in line for line in process.stderr), "it was never told"
+    process.send_signal(signal.SIGINT)
+    run = bench.finish(process)
+
+    assert run.verdict["kind"] == "interrupted"
+    assert "It waited for 1 of 2 nodes; heard from" in run.verdict["statement"]
+
+
+@pytest.mark.slow
+def test_a_rendezvous_whose_name_is_not_known_is_told_at_once(bench, port):
+    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"no-such-host.invalid:{port}")
+    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", *where, bench.script("clean.py"))
+    assert process.stderr is not None
+    told = "the host name no-such-host.invalid is not known here"
+    assert any(told in line for line in process.stderr), "it was never told"
+    process.send_signal(signal.SIGINT)
+    bench.finish(process)
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""The nodes of a job before its ranks start: who is missing, and which do not fit together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...core.wire.messages import AgentHello
+from ..facts.facts import RunFacts
+from ..report.sentence_parts import grouped
+
+LOOK_FOR_THEM = (
+    "Look at the missing nodes: whether they were started with the same --rdzv-endpoint, --rdzv-id and --nnodes, and "
+    "whether the head node's ports can be reached from there."
+)
+
+
+def missing_nodes(facts: RunFacts) -> str:
+    """`1 of 2 nodes; heard from n0`; "" once a rank has been started, or if no node is missing."""
+    hellos = facts.hellos
+    expected = max((hello.min_nodes for hello in hellos), default=0)
+    if facts.ranks or not hellos or len(hellos) >= expected or any(hello.starts_all for hello in hellos):
+        return ""
+    hosts = ", ".join(sorted(hello.host for hello in hellos))
+    return f"{expected - len(hellos)} of {expected} nodes; heard from {hosts}"
+
+
+def unequal_nodes(facts: RunFacts) -> str:
+    """`vm was started with --nnodes 2 and n1 with --nnodes 3; give ...`; "" if the nodes agree, or a rank runs."""
+    hellos = facts.hellos
+    if facts.ranks or any(hello.starts_all for hello in hellos):
+        return ""
+    ways: tuple[Callable[[AgentHello], str], ...] = (
+        lambda hello: f"--nnodes {_range(hello)}",
+        lambda hello: f"--nproc-per-node {hello.nproc}",
+    )
+    for option in ways:
+        groups = grouped(hellos, option)
+        if len(groups) > 1:
+            each = " and ".join(f"{', '.join(sorted(h.host for h in some))} with {how}" for how, some in groups.items())
+            return f"the nodes were started differently: {each}"
+    return ""
+
+
+def _range(hello: AgentHello) -> str:
+    one = hello.min_nodes == hello.max_nodes
+    return str(hello.min_nodes) if one else f"{hello.min_nodes}:{hello.max_nodes}"
