@@ -11,6 +11,8 @@ import re
 
 import msgspec
 
+from . import known_job_errors
+
 
 class ErrorExplanation(msgspec.Struct, frozen=True):
     """One cause, found in one line of a log."""
@@ -259,7 +261,15 @@ _GENERAL: _Meanings = {
 }
 """Something failed, without a cause. These count only if no other one matches."""
 
-_TABLES = (((_OF_THE_WRITER, True), (_OF_OTHERS, False)), ((_GENERAL, True),))
+_TABLES = (
+    (
+        (_OF_THE_WRITER, True),
+        (known_job_errors.OF_THE_WRITER, True),
+        (_OF_OTHERS, False),
+        (known_job_errors.OF_OTHERS, False),
+    ),
+    ((_GENERAL, True),),
+)
 
 
 def explain(text: str) -> list[ErrorExplanation]:
@@ -277,7 +287,8 @@ def explain(text: str) -> list[ErrorExplanation]:
 
 
 def _explanation(match: re.Match[str], text: str, sentence: str, next_: str, own: bool) -> ErrorExplanation:
-    groups = match.groupdict()
+    groups = match.groupdict("")
+    unused = groups.get("unused", "").strip()
     # the port of `10.0.0.4<56849>` and `127.0.0.1]:4509` is not used
     peer = re.sub(r"<\d+>.*$", "", groups.get("peer") or groups.get("peer_2") or "")
     named = {
@@ -285,8 +296,9 @@ def _explanation(match: re.Match[str], text: str, sentence: str, next_: str, own
         "peer": peer or "the other end",
         "to_peer": f" to {peer}" if peer else "",
         "with_peer": f" with {peer}" if peer else "",
+        "unused": f" ({unused})" if unused else "",
     }
     start = text.rfind("\n", 0, match.start()) + 1
     end = text.find("\n", match.start())
     line = text[start : end if end >= 0 else len(text)].strip()
-    return ErrorExplanation(sentence.format(**named), next_, line[:500], own)
+    return ErrorExplanation(sentence.format(**named), next_.format(**named), line[:500], own)
