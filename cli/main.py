@@ -36,6 +36,7 @@ COMMANDS = {
     "diff": "Show where the numbers of two runs, ranks or batches first differ.",
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or a trace for Perfetto.",
     "explain": "Say what the code at the end of a message means, and what to do.",
+    "explain-log": "Say from a job's own logs who failed first, what it means, and what to do.",
     "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
@@ -62,7 +63,8 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         expect_answer(drops=cmd_name in _GO_ON)
-        command = getattr(import_module(f"..cli.{_BESIDE.get(cmd_name, cmd_name)}", __package__), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command = getattr(import_module(f"..cli.{_BESIDE.get(name, name)}", __package__), name)
         assert isinstance(command, click.Command)
         return command
 

@@ -1,8 +1,8 @@
 """The meaning of failure lines beside NCCL's own: torch, torchrun, gloo's groups, SLURM, the kernel, scripts.
 
-Two tables for core/known_errors.py, in its form: a pattern -> the cause, and what to try next. The lines are from
-torch/csrc/distributed/c10d (ProcessGroupNCCL.cpp, ProcessGroupWrapper.cpp, socket.cpp, TCPStore.cpp), torch/nn/parallel,
-torch/utils/data, aten/src/ATen/native/cuda, gloo/transport/tcp, slurmd and srun, mm/oom_kill.c of Linux.
+Two tables for core/known_errors.py, in its form: a pattern -> the cause, and what to try next. The lines are from torch
+(csrc/distributed/c10d: ProcessGroupNCCL, ProcessGroupWrapper, socket, TCPStore; nn/parallel; utils/data; its CUDA
+kernels), gloo (transport/tcp), slurmd and srun, and Linux (mm/oom_kill.c).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ...core.frames import module_text
 from ...core.identity import rank_name
 from ...core.text import ranks_text, size_text
 from ...core.verdicts import ReportSection, VerdictKind
-from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
+from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport, Verdict
 from .notices_text import (
     PLAIN,
     insight_notes,
@@ -215,11 +215,19 @@ def answer_again(report: RunReport, text: str, *, width: int = 80, color: bool =
     if text.count("\n", text.find("VERDICT")) < _SCREEN:
         return ""
     console = TextConsole(width, color=color)
-    _headline(console, report)
+    _headline(console, report.verdict, report.how_sure)
     for line in report.verdict.next[:1]:
         console.print(WrappedText(Text(line.splitlines()[0]), "Next: "))
         for more in line.splitlines()[1:]:
             console.print(Text(f"      {more}"), soft_wrap=True)
+    return console.text()
+
+
+def verdict_text(verdict: Verdict, *, width: int = 80, color: bool = False) -> str:
+    """A verdict alone: what was found, why, and what to do."""
+    console = TextConsole(width, color=color)
+    _headline(console, verdict, verdict.how_sure)
+    _reasons(console, verdict)
     return console.text()
 
 
@@ -234,21 +242,23 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 
 
 def _verdict(console: Console, report: RunReport) -> None:
-    verdict = report.verdict
-    _headline(console, report)
+    _headline(console, report.verdict, report.how_sure)
+    _reasons(console, report.verdict)
+    _list(console, "Seen before", report.seen_before)
+    console.print()
+
+
+def _reasons(console: Console, verdict: Verdict) -> None:
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
     _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)
-    _list(console, "Seen before", report.seen_before)
-    console.print()
 
 
-def _headline(console: Console, report: RunReport) -> None:
-    verdict = report.verdict
+def _headline(console: Console, verdict: Verdict, how_sure: str) -> None:
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
+    title = Text(f"VERDICT  {verdict.kind}{mark} {how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
     for line in verdict.headlines:
         console.print(WrappedText(Text(line, style="bold")))

@@ -1,0 +1,521 @@
+# ruff: noqa: E501  # lines as they are printed
+"""Logs of jobs that ended badly, as NCCL, torch, gloo, torchrun, srun, slurmd and the kernel print them.
+
+The forms are from public reports and from the sources of these programs; hosts and numbers are our own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PG = "ProcessGroupNCCL.cpp"
+
+
+class JobLog(NamedTuple):
+    name: str
+    kind: str
+    certainty: str
+    ranks: list[int]
+    """Those at fault, as far as the log can show it."""
+    words: str
+    """In the statement."""
+    files: dict[str, str]
+
+
+def timed_out(
+    rank, number, operation="ALLREDUCE", elements=4096, seconds=600, *, guid="0(default_pg)", begun=None
+) -> str:
+    """The two lines of torch 2.6 and later when a watchdog gives up."""
+    begun = number if begun is None else begun
+    return (
+        f"[rank{rank}]:[E1127 03:12:55.90316591 {PG}:683] [Rank {rank}] Watchdog caught collective operation timeout: "
+        f"WorkNCCL(SeqNum={number}, OpType={operation}, NumelIn={elements}, NumelOut={elements}, "
+        f"Timeout(ms)={seconds * 1000}) ran for {seconds * 1000 + 31} milliseconds before timing out.\n"
+        f"[rank{rank}]:[E1127 03:12:56.04329395 {PG}:2241] [PG ID 0 PG GUID {guid} Rank {rank}]  failure detected by "
+        f"watchdog at work sequence id: {number} PG status: last enqueued work: {begun}, last completed work: {number - 1}\n"
+    )
+
+
+def dumps(rank, first, begun, *, guid="0(default_pg)") -> str:
+    """What a rank says that is not in the collective, when another one's watchdog gives up."""
+    return (
+        f"[rank{rank}]:[E1127 03:12:57.17805729 {PG}:1922] [PG ID 0 PG GUID {guid} Rank {rank}] Observed flight recorder "
+        "dump signal from another rank via TCPStore.\n"
+        f"[rank{rank}]:[E1127 03:12:57.18102870 {PG}:1987] [PG ID 0 PG GUID {guid} Rank {rank}] Received a dump signal due "
+        f"to a collective timeout from  rank {first} and we will try our best to dump the debug info. Last enqueued NCCL "
+        f"work: {begun}, last completed NCCL work: {begun}.This is most likely caused by incorrect usages of "
+        "collectives, e.g., wrong sizes used across ranks.\n"
+    )
+
+
+def raised(rank, error, message, line=41, *, prefix=None) -> str:
+    prefix = f"[rank{rank}]: " if prefix is None else prefix
+    text = (
+        "Traceback (most recent call last):\n"
+        f'  File "/home/me/train.py", line {line}, in main\n'
+        "    step(batch)\n"
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1751, in _call_impl\n'
+        "    return forward_call(*args, **kwargs)\n"
+        f"{error}: {message}\n"
+    )
+    return "".join(f"{prefix}{each}\n" for each in text.splitlines())
+
+
+GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.4]:41234"
+NCCL_GONE = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, remote process exited or there was a "
+    "network error, NCCL version 2.27.5"
+)
+
+
+def torchrun(rank, code, *others, host="n1") -> str:
+    def entry(number, of, ended):
+        why = f"Signal {-ended} received by PID 77{of}" if ended < 0 else "To enable traceback see: https://pytorch.org"
+        return (
+            f"[{number}]:\n  time      : 2026-11-27_03:13:02\n  host      : {host}\n"
+            f"  rank      : {of} (local_rank: {of})\n  exitcode  : {ended} (pid: 77{of})\n  error_file: <N/A>\n"
+            f"  traceback : {why}\n"
+        )
+
+    rest = "".join(entry(n, *other) for n, other in enumerate(others, 1)) or "  <NO_OTHER_FAILURES>\n"
+    return (
+        "Traceback (most recent call last):\n"
+        '  File "/venv/bin/torchrun", line 8, in <module>\n    sys.exit(main())\n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+        f"=====\ntrain.py FAILED\n-----\nFailures:\n{rest}-----\nRoot Cause (first observed failure):\n{entry(0, rank, code)}"
+    )
+
+
+def old(rank, number, operation="ALLREDUCE") -> str:
+    """torch before 2.2."""
+    return (
+        f"[E {PG}:474] [Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
+        f"OpType={operation}, Timeout(ms)=1800000) ran for 1800617 milliseconds before timing out.\n"
+    )
+
+
+TRAINING = "".join(f"step {n} loss {3.1 - n / 100:.3f}\n" for n in range(40))
+
+LOGS = [
+    JobLog(
+        "other sizes under one number",
+        "hang",
+        "supported",
+        [3],
+        "rank 3 waited in BROADCAST of 24084544 elements",
+        {"out": TRAINING + "".join(timed_out(r, 7219, "BROADCAST", 24084544 if r == 3 else 64) for r in range(4))},
+    ),
+    JobLog(
+        "two ranks in different collectives",
+        "hang",
+        "unknown",
+        [],
+        "It is unknown which rank is the odd one",
+        {"out": timed_out(0, 167, "ALLREDUCE", 1) + timed_out(1, 167, "_ALLGATHER_BASE", 1024)},
+    ),
+    JobLog(
+        "one rank that had not begun it",
+        "hang",
+        "supported",
+        [2],
+        "Rank 2 had not begun work 168 (ALLREDUCE) of group 0, in which ranks 0, 1 and 3 waited for 600 s: its last begun is 167",
+        {"out": "".join(timed_out(r, 168, begun=169) for r in (0, 1, 3)) + dumps(2, 0, 167)},
+    ),
+    JobLog(
+        "one file a rank, and a node that was elsewhere",
+        "hang",
+        "supported",
+        [0, 1],
+        "Ranks 0 and 1 had not begun work 167",
+        {f"rank{r}.log": timed_out(r, 167, elements=1) if r > 1 else dumps(r, 3, 166) for r in range(4)},
+    ),
+    JobLog(
+        "all waited in the same collective",
+        "hang",
+        "unknown",
+        [],
+        "the log does not show for whom",
+        {"out": "".join(timed_out(r, 57, "ALLGATHER", 1) for r in range(4))},
+    ),
+    JobLog(
+        "all but one, of whom the log has nothing",
+        "hang",
+        "unknown",
+        [],
+        "The log has no timeout of rank 3: look there first",
+        {
+            "out": "n0:240:240 [0] NCCL INFO comm 0x7f1 rank 0 nranks 4 cudaDev 0 - Init COMPLETE\n"
+            + "".join(timed_out(r, 5) for r in range(3))
+        },
+    ),
+    JobLog(
+        "two groups with numbers of their own",
+        "hang",
+        "unknown",
+        [],
+        "the log does not show for whom",
+        {"out": timed_out(0, 96117, guid="3(tp)") + timed_out(4, 64088, guid="4(dp)")},
+    ),
+    JobLog(
+        "an old torch that names no group",
+        "hang",
+        "unknown",
+        [],
+        "Ranks 0 and 1 waited",
+        {"out": old(0, 96120) + old(1, 96120)},
+    ),
+    JobLog(
+        "an old torch with other operations",
+        "hang",
+        "unknown",
+        [],
+        "the log does not show for whom",
+        {"out": old(0, 96120) + old(1, 96120, "BROADCAST")},
+    ),
+    JobLog(
+        "a blocking wait",
+        "hang",
+        "unknown",
+        [],
+        "Rank 1 waited",
+        {
+            "out": f"[rank1]:[E1127 01:02:03 {PG}:740] [Rank 1] Work WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=8, "
+            "NumelOut=8, Timeout(ms)=600000) timed out in blocking wait.\n"
+        },
+    ),
+    JobLog(
+        "torch 2.4's words",
+        "hang",
+        "supported",
+        [1],
+        "Rank 1 had not begun work 7",
+        {
+            "out": f"[rank0]:[E {PG}:574] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+            "OpType=_ALLGATHER_BASE, NumelIn=1024, NumelOut=16384, Timeout(ms)=600000) ran for 600029 milliseconds before "
+            f"timing out.\n[rank0]:[E {PG}:1664] [PG 1 Rank 0] Exception (either an error or timeout) detected by watchdog "
+            "at work: 7, last enqueued NCCL work: 8, last completed NCCL work: 6.\n"
+            f"[rank1]:[E {PG}:1785] [PG 1 Rank 1] Received a dump signal due to a collective timeout from  rank 0 and we "
+            "will try our best to dump the debug info. Last enqueued NCCL work: 6, last completed NCCL work: 6.\n"
+        },
+    ),
+    JobLog(
+        "an own error, and those who followed",
+        "crash",
+        "supported",
+        [2],
+        "Rank 2 raised ValueError: /data/00017.tar is empty, at train.py:41. Ranks 0 and 1 failed because of it.",
+        {
+            "out": TRAINING
+            + raised(0, "torch.distributed.DistBackendError", NCCL_GONE)
+            + raised(2, "ValueError", "/data/00017.tar is empty")
+            + raised(1, "RuntimeError", GONE)
+            + torchrun(0, 1, (2, 1))
+        },
+    ),
+    JobLog(
+        "the same error on all ranks",
+        "crash",
+        "supported",
+        [0, 1],
+        "Ranks 0 and 1 raised KeyError: 'labels'",
+        {"out": raised(0, "KeyError", "'labels'") + raised(1, "KeyError", "'labels'")},
+    ),
+    JobLog(
+        "different errors on two ranks",
+        "crash",
+        "unknown",
+        [],
+        "the log does not show which was first: rank 0 raised KeyError: 'x', at train.py:41; rank 1 raised ValueError",
+        {"out": raised(0, "KeyError", "'x'") + raised(1, "ValueError", "bad shard")},
+    ),
+    JobLog(
+        "an error without a rank",
+        "crash",
+        "supported",
+        [],
+        "The script raised ModuleNotFoundError: No module named 'flash_attn', at train.py:3.",
+        {"out": raised(0, "ModuleNotFoundError", "No module named 'flash_attn'", 3, prefix="") + torchrun(0, 1)},
+    ),
+    JobLog(
+        "an error raised while a lost peer was handled",
+        "crash",
+        "supported",
+        [1],
+        "Rank 1 raised AssertionError",
+        {
+            "out": raised(0, "RuntimeError", GONE)
+            + "[rank0]: \n[rank0]: During handling of the above exception, another exception occurred:\n[rank0]: \n"
+            + raised(0, "TrainingFailed", "save failed")
+            + raised(1, "AssertionError", "loss is nan")
+        },
+    ),
+    JobLog(
+        "Ray's prefix",
+        "crash",
+        "supported",
+        [1],
+        "Rank 1 raised ZeroDivisionError",
+        {"out": raised(1, "ZeroDivisionError", "division by zero", prefix="(WorkerDict pid=3490362) [rank1]: ")},
+    ),
+    JobLog(
+        "the GPU's memory",
+        "crash",
+        "supported",
+        [5],
+        "Rank 5 raised torch.OutOfMemoryError: CUDA out of memory",
+        {
+            "out": raised(
+                5,
+                "torch.OutOfMemoryError",
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 5 has a total "
+                "capacity of 79.11 GiB of which 1.20 GiB is free.",
+            )
+            + raised(0, "torch.distributed.DistBackendError", NCCL_GONE)
+        },
+    ),
+    JobLog(
+        "an index out of range on a device",
+        "crash",
+        "supported",
+        [3],
+        "Rank 3 raised RuntimeError: CUDA error: device-side assert triggered",
+        {
+            "out": "../aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [12,0,0], thread: [3,0,0] "
+            "Assertion `srcIndex < srcSelectDimSize` failed.\n"
+            + raised(3, "RuntimeError", "CUDA error: device-side assert triggered")
+        },
+    ),
+    JobLog(
+        "two ranks on one GPU",
+        "crash",
+        "supported",
+        [0, 1],
+        "Ranks 0 and 1 raised torch.distributed.DistBackendError: NCCL error in",
+        {
+            "out": "".join(
+                raised(
+                    r,
+                    "torch.distributed.DistBackendError",
+                    "NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage "
+                    f"(run with NCCL_DEBUG=WARN for details). Last error: Duplicate GPU detected : rank {r} and rank {1 - r} "
+                    "both on CUDA device 2000",
+                )
+                for r in range(2)
+            )
+        },
+    ),
+    JobLog(
+        "a port that is taken",
+        "crash",
+        "supported",
+        [0],
+        "Rank 0 raised torch.distributed.DistNetworkError",
+        {
+            "out": raised(
+                0,
+                "torch.distributed.DistNetworkError",
+                "The server socket has failed to listen on any local "
+                "network address. port: 29517, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+            )
+        },
+    ),
+    JobLog(
+        "a segmentation fault that torchrun saw",
+        "lost",
+        "supported",
+        [1],
+        "Rank 1 on n1 was killed by SIGSEGV",
+        {"out": TRAINING + torchrun(1, -11, (0, -15))},
+    ),
+    JobLog(
+        "a kill whose sender is not known",
+        "unknown",
+        "unknown",
+        [],
+        "do not show why",
+        {"out": TRAINING + torchrun(1, -9)},
+    ),
+    JobLog(
+        "an exit code and nothing else",
+        "unknown",
+        "unknown",
+        [],
+        "do not show why",
+        {"out": TRAINING + torchrun(0, 1, (1, 1))},
+    ),
+    JobLog(
+        "SLURM's memory limit",
+        "lost",
+        "supported",
+        [],
+        "on n3 for lack of host memory (task 12)",
+        {
+            "out": "slurmstepd-n3: error: Detected 1 oom_kill event in StepId=4242.0. Some of the step tasks have been OOM "
+            "Killed.\nsrun: error: n3: task 12: Out Of Memory\n" + raised(0, "RuntimeError", GONE)
+        },
+    ),
+    JobLog(
+        "the kernel's own words",
+        "lost",
+        "supported",
+        [],
+        "The kernel killed a process of the job on node7 for lack of host memory",
+        {
+            "dmesg": "Nov 27 03:12:55 node7 kernel: Out of memory: Killed process 3490362 (python) total-vm:1kB\n",
+        },
+    ),
+    JobLog(
+        "a time limit",
+        "interrupted",
+        "supported",
+        [],
+        "The job reached its time limit",
+        {
+            "out": TRAINING
+            + "slurmstepd: error: *** JOB 4242 ON n0 CANCELLED AT 2026-11-27T03:12:55 DUE TO TIME LIMIT ***\n"
+        },
+    ),
+    JobLog(
+        "a time limit of a job that stood still",
+        "hang",
+        "supported",
+        [1],
+        "Rank 1 had not begun work 9",
+        {
+            "out": timed_out(0, 9)
+            + dumps(1, 0, 8)
+            + "slurmstepd: error: *** JOB 4242 ON n0 CANCELLED AT 2026-11-27T03:12:55 DUE TO TIME LIMIT ***\n"
+        },
+    ),
+    JobLog(
+        "a node that failed",
+        "lost",
+        "supported",
+        [],
+        "SLURM lost node n3",
+        {
+            "out": "srun: error: Node failure on n3\nslurmstepd: error: *** STEP 4242.0 ON n0 CANCELLED AT "
+            "2026-11-27T03:12:55 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+        },
+    ),
+    JobLog(
+        "a bus error of one task",
+        "lost",
+        "supported",
+        [],
+        "Task 13 on n7 ended by itself: bus error",
+        {"out": "srun: error: n7: task 13: Bus error (core dumped)\nsrun: error: n7: tasks 8-12,14-15: Killed\n"},
+    ),
+    JobLog(
+        "aborted and killed tasks say nothing",
+        "unknown",
+        "unknown",
+        [],
+        "do not show why",
+        {"out": "srun: error: n7: task 13: Aborted (core dumped)\nsrun: error: n6: tasks 0-7: Killed\n"},
+    ),
+    JobLog(
+        "a GPU that fell off the bus",
+        "lost",
+        "supported",
+        [],
+        "The driver of node7 reported XID 79 (GPU has fallen off the bus) for its GPU at PCI 0000:3b:00",
+        {
+            "dmesg.gz": "Nov 27 03:12:55 node7 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off "
+            "the bus.\n",
+            "out": timed_out(0, 57) + timed_out(1, 57),
+        },
+    ),
+    JobLog(
+        "a contained memory error",
+        "lost",
+        "supported",
+        [],
+        "reported XID 94",
+        {"dmesg": "Nov 27 03:12:55 node7 kernel: NVRM: Xid (PCI:0000:3b:00): 94, pid=2113, name=python, Contained\n"},
+    ),
+    JobLog(
+        "two GPUs with errors",
+        "unknown",
+        "unknown",
+        [],
+        "the driver reported XID",
+        {
+            "dmesg": "Nov 27 03:12:55 node7 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=x\n"
+            "Nov 27 03:12:56 node8 kernel: NVRM: Xid (PCI:0000:5e:00): 79, pid=1, name=x\n"
+        },
+    ),
+    JobLog(
+        "an XID that is the program's",
+        "unknown",
+        "unknown",
+        [],
+        "the driver reported XID 31",
+        {"dmesg": "Nov 27 03:12:55 node7 kernel: NVRM: Xid (PCI:0000:3b:00): 31, pid=2113, name=python, Ch 0000001b\n"},
+    ),
+    JobLog(
+        "a port of InfiniBand that was down",
+        "crash",
+        "supported",
+        [],
+        "node-b: the InfiniBand or RoCE port of this host has lost its link",
+        {
+            "out": "node-b:77:91 [2] ibvwrap.cc:321 NCCL WARN NET/IB : mlx5_2:1 Got async event : port error\n"
+            + timed_out(0, 57)
+            + timed_out(1, 57)
+        },
+    ),
+    JobLog(
+        "a full /dev/shm of the DataLoader",
+        "crash",
+        "supported",
+        [2],
+        "Rank 2 raised RuntimeError: DataLoader worker (pid(s) 4711) exited",
+        {
+            "out": "[rank2]: ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared "
+            "memory (shm).\n" + raised(2, "RuntimeError", "DataLoader worker (pid(s) 4711) exited unexpectedly")
+        },
+    ),
+    JobLog(
+        "a monitored barrier",
+        "hang",
+        "supported",
+        [1],
+        "Rank 1 did not reach a monitored barrier",
+        {"out": raised(0, "RuntimeError", "Rank 1 failed to pass monitoredBarrier in 2000 ms")},
+    ),
+    JobLog(
+        "nodes that did not meet",
+        "unknown",
+        "unknown",
+        [],
+        "only 1 of 2 ranks or nodes came",
+        {
+            "out": "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.\n"
+        },
+    ),
+    JobLog(
+        "a store that nobody answers at",
+        "unknown",
+        "unknown",
+        [],
+        "nobody answered to n0, 29500 within 600000 ms",
+        {
+            "out": "[E1127 socket.cpp:1023] [c10d] The client socket has timed out after 600000ms while trying to connect to "
+            "(n0, 29500).\n"
+        },
+    ),
+    JobLog(
+        "a watchdog that stands still",
+        "unknown",
+        "unknown",
+        [],
+        "NCCL's watchdog stood still",
+        {
+            "out": f"[rank7]:[E1127 05:14:36.39306754 {PG}:1743] [PG ID 0 PG GUID 0(default_pg) Rank 7] ProcessGroupNCCL's "
+            "watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.\n"
+        },
+    ),
+    JobLog("a healthy log", "unknown", "unknown", [], "do not show why", {"out": TRAINING + "saved last.pt\n"}),
+    JobLog("an empty one", "unknown", "unknown", [], "do not show why", {"out": ""}),
+]
