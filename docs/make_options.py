@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
+from gpuwatch.cli.explain_log import explain_log
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect, env
 from gpuwatch.cli.live import runs, stacks, top
@@ -71,6 +72,8 @@ def page() -> str:
         table(click_rows(diff)),
         "## gpuwatch export\n",
         table(click_rows(export)),
+        "## gpuwatch explain-log\n",
+        table(click_rows(explain_log)),
         "## gpuwatch collect\n",
         table(click_rows(collect)),
     ]

@@ -23,6 +23,7 @@ _OF_ONE_SIZE = frozenset({"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE",
 """Collectives to which all ranks must give as many elements."""
 _BETWEEN_TWO = frozenset({"SEND", "RECV"})
 _MOST_LINES = 8
+_MOST_LETTERS = 200
 _MONITORED = re.compile(r"Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
 _NODE_LOST = re.compile(r"Node failure on (?P<node>\S+)|ON (?P<node_2>\S+) CANCELLED AT \S+ DUE TO NODE FAILURE")
 
@@ -48,7 +49,7 @@ def log_verdict(facts: LogFacts) -> Verdict:
 
 def _evidence(*lines: LogLine) -> list[str]:
     """Each line as it stands, with its place: `slurm-17.out:4711: [Rank 3] Watchdog caught ...`."""
-    found = [f"{line.place}: {line.text.strip()[:300]}" for line in lines]
+    found = [f"{line.place}: {' '.join(line.text.split())[:_MOST_LETTERS]}" for line in lines]
     left = len(found) - _MOST_LINES
     return [*found[:_MOST_LINES], *([f"and {left} more lines"] if left > 0 else [])]
 

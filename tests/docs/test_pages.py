@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from gpuwatch.cli.explain_log import explain_log
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
 from gpuwatch.cli.live import runs, stacks, top
@@ -114,6 +115,7 @@ PLAIN: dict[str, click.Command] = {
     "top": top,
     "stacks": stacks,
     "explain": explain,
+    "explain-log": explain_log,
 }
 """Those that click parses."""
 
@@ -153,5 +155,6 @@ def test_commands_were_found():
         "stacks",
         "replay",
         "explain",
+        "explain-log",
     }
     assert {words[0] for _, words in COMMANDS} == verbs

@@ -16,6 +16,7 @@ BEFORE: dict[str, list[str]] = {
     "docs/hangs.md": [
         "gpuwatch launch --nproc-per-node 3 --hang-timeout 5 --on-hang abort tests/e2e/scripts/hang.py --how data",
         "gpuwatch launch --nproc-per-node 3 tests/e2e/scripts/slow.py --how constant",
+        "gpuwatch launch --nproc-per-node 2 tests/e2e/scripts/aborts.py backward",
     ],
     "docs/notify.md": [
         FAULT.replace("launch", "launch --notify 'python3 tell_me.py'"),
@@ -63,6 +64,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("README.md", "make *", INSTALLS),
     ("README.md", "gpuwatch submit *", CLUSTER),
     ("README.md", "gpuwatch check --slurm *", CLUSTER),
+    ("README.md", "gpuwatch explain-log *", "logs of the reader's: docs/logs.md has one that is here"),
     ("docs/cost.md", "pip install *", INSTALLS),
     ("docs/cost.md", "python benchmarks/*", RUNS_ALL),
     ("docs/development.md", "worker/ *", ELSEWHERE),
