@@ -71,6 +71,8 @@ _WORDS = (
     "remote process exited or there was a network error",
     "communicator was aborted",
     "Watchdog caught collective operation timeout",
+    # DDP's constructor, when the collective that compares the models did not end
+    "has inconsistent 0 params",
 )
 _SOURCES = ("gloo", "nccl", "c10d", "tcpstore", "processgroup")
 """Words in the errors of torch.distributed. A script's own downloads and data loaders time out, too."""

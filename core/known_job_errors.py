@@ -94,6 +94,13 @@ OF_THE_WRITER: dict[str, tuple[str, str]] = {
         "parameters of the model took no part in the loss{unused}",
         "Use these parameters, leave them out, or pass find_unused_parameters=True to DistributedDataParallel.",
     ),
+    (
+        r"DDP expects same model across all ranks, but Rank (?P<a>\d+) has (?P<one>\d+) params, "
+        r"while rank (?P<b>\d+) has inconsistent (?P<two>[1-9]\d*) params"
+    ): (
+        "ranks {a} and {b} have different models ({one} and {two} parameters)",
+        "Build the model from the same configuration and seed on all ranks.",
+    ),
     r"Trying to backward through the graph a second time": (
         "a tensor of an earlier batch is still part of this loss",
         "A tensor of an earlier batch is still part of this loss: detach() what is kept between batches.",
@@ -140,6 +147,10 @@ OF_OTHERS: dict[str, tuple[str, str]] = {
     r"WorkNCCL\([^)\n]*OpType=(?P<op>\w+)[^\n]*timed out in blocking wait": (
         "a collective ({op}) did not end: some rank took no part in it",
         "Look for the rank that was somewhere else at that time.",
+    ),
+    r"has inconsistent 0 params": (
+        "the collective in which DDP compares the models of all ranks did not end",
+        "Look for the rank that was somewhere else at that time; if none was, test the links: gpuwatch check.",
     ),
     r"watchdog got stuck for (?P<s>\d+) seconds|Heartbeat monitor timed out": (
         "NCCL's watchdog stood still: a call of CUDA or NCCL does not come back, or a thread holds the GIL",

@@ -200,6 +200,12 @@ def _mismatch(facts: LogFacts) -> Verdict | None:
 def _meetings(facts: LogFacts) -> list[tuple[tuple[str, int], list[TimedOutWork]]]:
     """The works of each group that is told, the lowest number first."""
     works = [work for work in facts.timed_out if work.group and work.operation not in _BETWEEN_TWO]
+    told = {(work.rank, work.group) for work in works}
+    works += [  # the line of its watchdog is missing
+        TimedOutWork(last.rank, last.group, last.ended + 1, "", -1, 0.0, last.line)
+        for last in facts.progress
+        if last.timed_out and (last.rank, last.group) not in told and -1 <= last.ended < last.begun
+    ]
     return sorted(grouped(works, lambda work: (work.group, work.number)).items(), key=lambda pair: pair[0][1])
 
 
@@ -226,18 +232,36 @@ def _never_came(facts: LogFacts) -> Verdict | None:
             continue
         numbers, begun = [told.rank for told in behind], sorted({told.begun for told in behind})
         waited = max(work.seconds for work in works)
+        for_how_long = f" for {waited:.0f} s" if waited else ""
         their = "its" if len(numbers) == 1 else "their"
         ended = (
             f"{their} last begun is {begun[0]}" if len(begun) == 1 else f"{their} last begun are {begun[0]} and more"
         )
+        operation = f" ({works[0].operation})" if works[0].operation else ""
         statement = (
-            f"{ranks_text(numbers).capitalize()} had not begun work {number} ({works[0].operation}) of group {group}, "
-            f"in which {ranks_text(waiting)} waited for {waited:.0f} s: {ended}. Or a rank stood inside of that call."
+            f"{ranks_text(numbers).capitalize()} had not begun work {number}{operation} of group {group}, in which "
+            f"{ranks_text(waiting)} waited{for_how_long}{_at(works)}: {ended}."
         )
-        step = f"Look at what {ranks_text(numbers)} did then: data loading, a save, an evaluation, an early return."
+        elsewhere = [raised for raised in facts.raised if raised.rank in numbers and not raised.is_own]
         lines = [*(told.line for told in behind), *(work.line for work in works[:2])]
+        if elsewhere and len(waiting) <= 2 * len(numbers):
+            at = f" (at {elsewhere[0].place})" if elsewhere[0].place else ""
+            statement += (
+                f" They waited for others themselves{at}: the ranks do not issue the same collectives. {ODD_UNKNOWN}"
+            )
+            step = (
+                f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
+            )
+            return _verdict(VerdictKind.HANG, statement, [step], lines, certainty=Certainty.UNKNOWN)
+        statement += " Or a rank stood inside of that call." if not elsewhere else ""
+        step = f"Look at what {ranks_text(numbers)} did then: data loading, a save, an evaluation, an early return."
         return _verdict(VerdictKind.HANG, statement, [step], lines, ranks=numbers)
     return None
+
+
+def _at(works: list[TimedOutWork]) -> str:
+    places = sorted({work.place for work in works if work.place})
+    return f" at {places[0]}" if len(places) == 1 else ""
 
 
 def _ended_from_outside(facts: LogFacts) -> Verdict | None:
@@ -260,16 +284,19 @@ def _waited(facts: LogFacts) -> Verdict | None:
     hint = ""
     if silent and len(silent) <= max(1, facts.world_size // 8):
         hint = f" The log has no timeout of {ranks_text(silent)}: look there first."
+    elif len(waiting) > 1 and facts.ranks <= set(waiting):
+        hint = " All ranks in the log were in it: the network or a GPU does not complete it, or one has no line here."
     statement = (
         f"{ranks_text(waiting).capitalize()} waited for {max(each.seconds for each in same):.0f} s in work "
-        f"{work.number} ({work.operation}), and the log does not show for whom.{hint}"
+        f"{work.number} ({work.operation}){_at(same)}, and the log does not show for whom.{hint}"
     )
     step = (
         "Give all ranks' logs, or run again with TORCH_NCCL_TRACE_BUFFER_SIZE=2000; under gpuwatch launch the report "
         "names the rank and its line."
     )
+    steps = [step, *(["Test the links and GPUs of these nodes: gpuwatch check."] if "network" in hint else [])]
     lines = [each.line for each in same[:2]]
-    return _verdict(VerdictKind.HANG, statement, [step], lines, certainty=Certainty.UNKNOWN)
+    return _verdict(VerdictKind.HANG, statement, steps, lines, certainty=Certainty.UNKNOWN)
 
 
 def _explained(facts: LogFacts) -> Verdict | None:

@@ -29,6 +29,7 @@ _FIRST = re.compile(r"collective timeout from +rank (\d+)")
 _WORLD_SIZE = re.compile(r"\bnranks (\d+)\b|\bWORLD_SIZE=(\d+)\b|\bworld[_ ]size[=: ]+(\d+)", re.IGNORECASE)
 _OLD_RANK = re.compile(r"\[Rank (\d+)\]")
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)')
+_CALL = re.compile(r"^#\d+ (?P<function>.+) from (?P<file>\S+):(?P<line>\d+)$")
 _RAISED = re.compile(
     r"^(?P<error>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Failed))(?:: ?(?P<message>.*))?$"
 )
@@ -61,6 +62,8 @@ class TimedOutWork(NamedTuple):
     """-1: not said."""
     seconds: float
     line: LogLine
+    place: str = ""
+    """`train.py:41`, where torch has printed its stack."""
 
 
 class GroupProgress(NamedTuple):
@@ -71,6 +74,8 @@ class GroupProgress(NamedTuple):
     begun: int
     ended: int
     line: LogLine
+    timed_out: bool = False
+    """Its own watchdog gave up."""
 
 
 class RaisedError(NamedTuple):
@@ -148,10 +153,12 @@ def facts_of_logs(lines: Iterable[LogLine]) -> LogFacts:
 class _LogReader:
     def __init__(self) -> None:
         self._facts = LogFacts()
-        self._tracebacks: dict[tuple[str, int | None], _Traceback] = {}
+        self._tracebacks: dict[tuple[str, int | None], _OpenTraceback] = {}
         self._entry: dict[str, str] = {}
         self._waiting: dict[int, int] = {}
         """rank -> the number of its entry in `timed_out` whose group is not known yet"""
+        self._stack_of: int | None = None
+        """Whose stack the lines `#0 main from train.py:41` are."""
         self._of_rank: dict[int | None, list[LogLine]] = {}
 
     def read(self, lines: Iterable[LogLine]) -> LogFacts:
@@ -183,6 +190,11 @@ class _LogReader:
         if (first := _FIRST.search(text)) is not None:
             facts.first_timeout = int(first[1])
         group = _group_of(text)
+        if "Stack trace of the failed collective" in text:
+            self._stack_of = rank
+        elif not _CALL.match(text):
+            self._stack_of = None
+        rank = self._stack_of if self._stack_of is not None else rank
         if rank is None:
             return
         if (work := _TIMED_OUT.search(text)) is not None:
@@ -203,14 +215,21 @@ class _LogReader:
             if facts.timed_out[place].number == int(at_work[1]):
                 facts.timed_out[place] = facts.timed_out[place]._replace(group=group)
         if group and (progress := _PROGRESS.search(text)) is not None:
-            facts.progress.append(GroupProgress(rank, group, int(progress["begun"]), int(progress["ended"]), line))
+            own = "from this local rank" in text or _AT_WORK.search(text) is not None
+            reached = GroupProgress(rank, group, int(progress["begun"]), int(progress["ended"]), line, own)
+            facts.progress.append(reached)
+        if (call := _CALL.match(text)) is not None and self._stack_of is not None:
+            entry = self._waiting.get(self._stack_of)
+            if entry is not None and not facts.timed_out[entry].place and _is_users(call["file"]):
+                at = f"{call['file'].rpartition('/')[2]}:{call['line']}"
+                facts.timed_out[entry] = facts.timed_out[entry]._replace(place=at)
 
     def _traceback(self, line: LogLine) -> None:
         key = line.file, line.rank
         text = line.text
         open_ = self._tracebacks.get(key)
         if text.startswith("Traceback (most recent call last):"):
-            self._tracebacks[key] = _Traceback(chained=open_ is not None and open_.chained)
+            self._tracebacks[key] = _OpenTraceback(chained=open_ is not None and open_.chained)
             return
         if open_ is None:
             return
@@ -246,15 +265,19 @@ class _LogReader:
 
 
 @dataclass
-class _Traceback:
+class _OpenTraceback:
     chained: bool = False
     """It was raised while, or because, the one before it was handled."""
     is_over: bool = False
     place: str = ""
 
     def add(self, file: str, number: int) -> None:
-        if not self.place or not any(part in file for part in _NOT_THE_USERS):
+        if not self.place or _is_users(file):
             self.place = f"{file.rpartition('/')[2]}:{number}"
+
+
+def _is_users(file: str) -> bool:
+    return not any(part in file for part in _NOT_THE_USERS)
 
 
 def _group_of(text: str) -> str:

@@ -248,6 +248,7 @@ def test_another_accelerator_is_added_in_one_folder():
     may = {
         "cli/replay.py": "--device cuda",
         "collector/assemble/build.py": "the version of CUDA, in report.json",
+        "core/known_job_errors.py": "what torch prints",
         "core/torch_names.py": "names of torch that releases have or lack",
         "launcher/fill_in.py": "how many GPUs there are, before any rank",
         "worker/explain/reproduce.py": "it runs beside a capture, alone",
@@ -308,6 +309,8 @@ def test_schedulers_words_stay_in_their_modules():
         "core/recorder/run_folder.py",
     }
     may |= {"launcher/options.py"}  # `gpuwatch check --slurm`
+    may |= {"core/known_job_errors.py", "collector/facts/log_lines.py"}  # lines of a log, as SLURM prints them
+    may |= {"collector/facts/log_facts.py", "collector/decide/log_verdict.py"}
     words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")
     paths = [path for room in ("core", "launcher", "collector") for path in modules(room)]
     told = {

@@ -516,6 +516,76 @@ LOGS = [
             "watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.\n"
         },
     ),
+    JobLog(
+        "DDP's first collective, which never ends",
+        "hang",
+        "unknown",
+        [],
+        "Ranks 0, 1, 2 and 3 waited for 600 s in work 1 (ALLGATHER) at train.py:692, and the log does not show for whom. All ranks",
+        {
+            "out": "".join(timed_out(r, 1, "ALLGATHER", 1) for r in range(4))
+            + "".join(
+                f"[rank{r}]:[E606 09:09:08.170090097 {PG}:801] Stack trace of the failed collective:\n"
+                "#0 _verify_param_shape_across_processes from /opt/venv/lib/python3.13/site-packages/torch/distributed/utils.py:286\n"
+                "#1 __init__ from /opt/venv/lib/python3.13/site-packages/torch/nn/parallel/distributed.py:1020\n"
+                "#2 main from /workspace/train.py:692\n#3 <module> from /workspace/train.py:1647\n\n"
+                for r in range(4)
+            )
+            + "".join(
+                raised(
+                    r,
+                    "RuntimeError",
+                    f"DDP expects same model across all ranks, but Rank {r} has 51 params, while rank 0 has inconsistent 0 params.",
+                )
+                for r in range(4)
+            )
+        },
+    ),
+    JobLog(
+        "other models on two ranks",
+        "crash",
+        "supported",
+        [0, 1],
+        "raised RuntimeError: DDP expects same model across all ranks",
+        {
+            "out": "".join(
+                raised(
+                    r,
+                    "RuntimeError",
+                    f"DDP expects same model across all ranks, but Rank {r} has {51 + r} params, while rank {1 - r} has inconsistent {52 - r} params.",
+                )
+                for r in range(2)
+            )
+        },
+    ),
+    JobLog(
+        "two of eight in a collective of their own",
+        "hang",
+        "supported",
+        [0, 4],
+        "Ranks 0 and 4 had not begun work 78 (BROADCAST) of group 0, in which ranks 1, 2, 3, 5, 6 and 7 waited",
+        {
+            f"attempt_0/{r}/stderr.log": timed_out(r, 78, "BROADCAST", 80, begun=79)
+            if r not in (0, 4)
+            else dumps(r, 1, 77) + raised(r, "RuntimeError", GONE)
+            for r in range(8)
+        },
+    ),
+    JobLog(
+        "a rank that ran ahead of others, which wait for it elsewhere",
+        "hang",
+        "unknown",
+        [],
+        "Ranks 0 and 5 had not begun work 56117 of group 0, in which rank 7 waited: their last begun is 56116. They waited for others themselves",
+        {
+            "out": raised(5, "RuntimeError", GONE)
+            + dumps(5, 7, 56116)
+            + dumps(0, 7, 56116)
+            + f"[rank7]:[E703 17:54:18.885229863 {PG}:1987] [PG ID 0 PG GUID 0(default_pg) Rank 7] Received a dump signal due to a "
+            "collective timeout from this local rank and we will try our best to dump the debug info. Last enqueued NCCL work: "
+            "56390, last completed NCCL work: 56116.\n"
+        },
+    ),
     JobLog("a healthy log", "unknown", "unknown", [], "do not show why", {"out": TRAINING + "saved last.pt\n"}),
     JobLog("an empty one", "unknown", "unknown", [], "do not show why", {"out": ""}),
 ]
