@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.events import RankLook, RankStall, WorkerExit
@@ -10,6 +11,7 @@ from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding, has_left
+from .decide.silent_nodes import with_silent_nodes
 
 # The first node to report a rank owns it for that attempt. A node owns no more ranks than its hello announced.
 #
@@ -30,6 +32,11 @@ class RankOwnership:
     def num_ranks(self) -> int:
         """The number of ranks that nodes have reported."""
         return len({rank for _, rank in self._node_of_rank if rank >= 0})
+
+    def ranks_of(self, node: str) -> list[int]:
+        """The ranks of a node in the last attempt that any is known of."""
+        last = max((attempt for attempt, _ in self._node_of_rank), default=0)
+        return sorted(rank for (attempt, rank), of in self._node_of_rank.items() if (attempt, of) == (last, node))
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
         """Whether a node whose hello announced `num_ranks` ranks (0: any number) may send this.
@@ -100,8 +107,10 @@ class AskedAll:
         """Drop the open round: it was concluded, or begins again when a rank stalls again."""
         self._open, self._looks = False, {}
 
-    def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, HangAction] | None:
-        """The finding of a round and the action that follows, once.
+    def conclude(
+        self, world_size: int, now: float, on_hang: OnHang, silent: Mapping[str, list[int]]
+    ) -> tuple[HangFinding, HangAction] | None:
+        """The finding of a round and the action that follows, once. `silent`: host -> its ranks, of silent nodes.
 
         None while ranks may still answer, and if there is no hang.
         """
@@ -117,6 +126,7 @@ class AskedAll:
         found = find_hang(looks, ended, world_size)
         if found is None:
             return None
+        found = with_silent_nodes(found, silent, looks, len(ended), world_size)
         self._again_at = now + AGAIN_S
         self.last = self._attempt, found
         return found, ending_of(found, looks, on_hang, self._limit_s)

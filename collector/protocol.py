@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from ..core.errors import Code
 from ..core.events import (
     SECOND_RUN_S,
     Anomaly,
@@ -27,9 +28,12 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
+from .decide.silent_nodes import node_text
 
 SILENT_S = 20.0
 """An agent beats twice a second. After this silence it counts as lost until it is heard again."""
+TOLD_S = 60.0
+"""After this silence of one node, the user is told."""
 GONE_S = 60.0
 """Once one agent has said goodbye, the report is made without another that is silent for longer than this."""
 ABANDONED_S = 600.0
@@ -74,6 +78,7 @@ class NotifyUser:
     """Tell the user something now."""
 
     text: str
+    code: Code = Code.HANG
 
 
 Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
@@ -89,6 +94,7 @@ class _NodeState:
     bye: wire.NodeBye | None = None
     bye_at: float = 0.0
     lost: bool = False
+    told_silent: bool = False
     stopped: bool = False
     replaced: bool = False
     """Its agent had ended, and the launch has started it again under another name."""
@@ -298,13 +304,37 @@ class RunProtocol:
 
     def _conclude_asking(self, now: float) -> list[Action]:
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
-        concluded = self.asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
+        silent = {node.hello.host: self.claims.ranks_of(node_of(agent)) for agent, node in self._silent()}
+        concluded = self.asking.conclude(announced or self.claims.num_ranks, now, self.on_hang, silent)
         if concluded is None:
             return []
         found, ending = concluded
         stop = self._to_all(wire.StopRanks("no rank moves any more", restart=True)) if ending.now else []
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
+
+    def _silent(self) -> list[tuple[str, _NodeState]]:
+        return [(agent, self.nodes[agent]) for agent in self.lost_agents]
+
+    def _tell_of_silence(self, now: float) -> list[Action]:
+        """A node that is silent is told once, and once it is heard again. Not where all are: it may be this one that
+        was stopped."""
+        nodes = [node for node in self.nodes.values() if not node.replaced]
+        heard = sum(not node.lost for node in nodes)
+        if not heard or any(node.bye is not None for node in nodes):
+            return []
+        actions: list[Action] = []
+        for agent, node in self.nodes.items():
+            text = node_text({node.hello.host: self.claims.ranks_of(node_of(agent))})
+            if node.lost and not node.told_silent and not node.replaced and now - node.heard > TOLD_S:
+                node.told_silent = True
+                others = f"{heard} other node{' is' if heard == 1 else 's are'} heard"
+                text += f" has been silent for {now - node.heard:.0f} s: the node, or the link to it, is lost; {others}"
+                actions.append(NotifyUser(text, Code.LOST))
+            elif node.told_silent and not node.lost:
+                node.told_silent = False
+                actions.append(NotifyUser(f"{text} is heard again", Code.LOST))
+        return actions
 
     def _job_is_over(self, at: float) -> None:
         self._over_since = at if self._over_since is None else min(self._over_since, at)
@@ -329,6 +359,7 @@ class RunProtocol:
             if not node.gone and now - node.heard > SILENT_S:
                 node.lost = True
         actions += self._conclude_asking(now)
+        actions += self._tell_of_silence(now)
         if self._over_since is not None and now - self._over_since >= STOP_AFTER_S:
             failed = sorted({node.hello.host for node in self.nodes.values() if node.failed})
             why = f"the job has ended on {', '.join(failed)}" if failed else "another rank has aborted the job"

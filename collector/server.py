@@ -267,7 +267,7 @@ class CollectorServer:
             if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
             elif isinstance(action, NotifyUser):
-                self._tell(UserNotice(coded(action.text, Code.HANG)))
+                self._tell(UserNotice(coded(action.text, action.code)))
                 self._notify("stall", action.text)
         return any(isinstance(action, FinishRun) for action in actions)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
+
 from ...core.events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
@@ -17,6 +19,7 @@ from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
+from .silent_nodes import SILENT, with_silent_nodes
 from .words import cascade_of, doing, first_line, whose
 
 _T = TypeVar("_T")
@@ -38,6 +41,10 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
         return None
+    silent = {node.name: [r.rank for r in ranks if r.agent == node.agent] for node in facts.nodes.values() if node.lost}
+    found = with_silent_nodes(found, silent, list(looks.values()), len(early), len(ranks))
+    if found.cause == SILENT:
+        return structs.replace(verdict_of(facts, found, ranks, looks, VerdictKind.LOST), host=", ".join(sorted(silent)))
     # one that has ended since, and not by a signal, was slow
     signals = signals_of(facts)
     slow = [r.rank for r in ranks if r.code is not None and r.code >= 0 and not was_signalled(r, signals)]

@@ -20,6 +20,7 @@ from gpuwatch.collector.protocol import (
     SendMessage,
     StoreMessage,
 )
+from gpuwatch.core.errors import Code
 from gpuwatch.core.events import (
     SECOND_RUN_S,
     Anomaly,
@@ -384,9 +385,46 @@ def test_a_silent_node_ends_nobodys_job(two):
     two.beat(SILENT_S, "a0")
     assert two.tick(SILENT_S + 0.1) == []
     assert two.run_protocol.lost_agents == ["a1"]
+    actions = []
     for later in range(1, 100):
         two.beat(SILENT_S + 10 * later, "a0")
-        assert two.tick(SILENT_S + 10 * later + 0.1) == []
+        actions += two.tick(SILENT_S + 10 * later + 0.1)
+    assert told(actions, Code.LOST) == [action.text for action in actions], "that it is silent, and nothing else"
+
+
+def test_a_silent_node_is_told_once_and_once_it_is_heard_again(make):
+    cluster = Cluster(make)
+    cluster.say("a1", stalled(1), 1.0)
+    texts = []
+    for second in range(10, 200, 10):
+        cluster.beat(second, "a0")
+        texts += told(cluster.tick(second + 0.1), Code.LOST)
+    (text,) = texts
+    assert text == (
+        "Node h1 (rank 1) has been silent for 69 s: the node, or the link to it, is lost; 1 other node is heard"
+    )
+    cluster.beat(201, "a0", "a1")
+    assert told(cluster.tick(201.1), Code.LOST) == ["Node h1 (rank 1) is heard again"]
+
+
+def test_where_all_nodes_are_silent_it_may_be_the_collectors_own_host(make):
+    cluster = Cluster(make)
+    assert told(cluster.tick(10_000), Code.LOST) == []
+
+
+def test_a_job_that_waits_for_a_silent_node_names_the_node(make):
+    """It would be a hang without a culprit, and for a node that answers it is."""
+    cluster = Cluster(make)
+    for rank in range(2):
+        cluster.say(f"a{rank}", NodeBeat([make.state(rank)], {}), 1.0)
+    for second in range(10, 400, 10):
+        cluster.beat(second, "a0")
+    cluster.tick(399.9)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    (text,) = told(cluster.tick(400.0 + ANSWER_S))
+
+    assert text.startswith("Node h1 (rank 1) went silent: the node, or the link to it, is lost. Rank 0 waits for what")
 
 
 def test_all_nodes_silent_end_nobodys_job_while_the_launch_lives(two):
@@ -522,8 +560,8 @@ def asked(actions):
     }
 
 
-def told(actions):
-    return [action.text for action in actions if isinstance(action, NotifyUser)]
+def told(actions, code=Code.HANG):
+    return [action.text for action in actions if isinstance(action, NotifyUser) and action.code == code]
 
 
 def test_when_one_rank_stalls_all_nodes_are_asked_once(make):
