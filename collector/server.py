@@ -18,7 +18,7 @@ from msgspec.json import encode as to_json
 from ..core.errors import Code, UsageError, coded
 from ..core.guest.tell import tell as log
 from ..core.guest.threads import OneThread
-from ..core.host import OwnClock
+from ..core.host import OwnClock, raise_file_limit
 from ..core.verdicts import VerdictKind
 from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair
@@ -178,7 +178,7 @@ class CollectorServer:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else FactFold(store.page, store.history)
         self._lines = StageLines(self._folded)
-        self._waiting = WaitingLines(self._folded)
+        self._waiting = WaitingLines(self._folded, raise_file_limit())
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.announce(paths.folder)

@@ -11,13 +11,18 @@ from .facts.fold import FactFold
 FIRST_S = 20.0
 """Nodes of one job rarely start within the same seconds."""
 EVERY_S = 60.0
+OWN_FILES = 64
+"""Open files of the collector without any node: its libraries, the store, viewers."""
 
 
 class WaitingLines:
     """`now` is monotonic time in seconds."""
 
-    def __init__(self, folded: FactFold) -> None:
+    def __init__(self, folded: FactFold, most_files: int) -> None:
+        """`most_files`: how many files this process may open; a connection is one."""
         self._folded = folded
+        self._most_files = most_files
+        self._told_files = False
         self._since: float | None = None
         self._next = 0.0
         self._unequal = ""
@@ -27,6 +32,14 @@ class WaitingLines:
         facts = self._folded.as_it_stands()
         if facts.ranks or not facts.hellos:
             return
+        needed = OWN_FILES + max(hello.max_nodes for hello in facts.hellos)
+        if needed > self._most_files and not self._told_files:
+            self._told_files = True
+            yield coded(
+                f"the collector may open {self._most_files} files, and a job of {needed - OWN_FILES} nodes needs "
+                f"{needed}: some nodes will not be heard; raise it on this host (ulimit -Hn, LimitNOFILE of the service)",
+                Code.COLLECTOR_ENDED,
+            )
         if (unequal := unequal_nodes(facts)) and unequal != self._unequal:
             self._unequal = unequal
             yield coded(

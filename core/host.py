@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import selectors
 import signal
 import socket
@@ -149,3 +150,18 @@ def signal_at_parents_end(number: int) -> Callable[[], object]:
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
     signal_at_parents_end(signal.SIGKILL)()
+
+
+_MOST_FILES = 1 << 20
+
+
+def raise_file_limit() -> int:
+    """Let this process have as many open files as the host allows; returns how many. A process that is started with
+    select() in mind has 1,024, and each node of a job takes one of the collector's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most if soft == resource.RLIM_INFINITY else soft
+    with suppress_own(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.waiting_lines import EVERY_S, FIRST_S, WaitingLines
+from gpuwatch.collector.waiting_lines import EVERY_S, FIRST_S, OWN_FILES, WaitingLines
 from gpuwatch.core.events import NodeSignal
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
@@ -20,7 +20,7 @@ def folded(make, *hellos, ranks=()):
 
 
 def test_who_is_missing_is_said_after_a_while_and_then_every_minute(make):
-    lines = WaitingLines(folded(make, make.hello("a0", "n0", nodes=2)))
+    lines = WaitingLines(folded(make, make.hello("a0", "n0", nodes=2)), 1000)
 
     assert list(lines.due(100.0, 0)) == list(lines.due(100.0 + FIRST_S - 1, 0)) == []
     (first,) = lines.due(100.0 + FIRST_S, 0)
@@ -33,7 +33,7 @@ def test_who_is_missing_is_said_after_a_while_and_then_every_minute(make):
 @pytest.mark.parametrize("ranks", [(), (0,)])
 def test_nothing_is_said_once_all_have_come_or_a_rank_runs(make, ranks):
     hellos = [make.hello(f"a{node}", f"n{node}", nodes=2) for node in range(1 if ranks else 2)]
-    lines = WaitingLines(folded(make, *hellos, ranks=ranks))
+    lines = WaitingLines(folded(make, *hellos, ranks=ranks), 1000)
 
     assert not any(line for second in range(0, 300, 10) for line in lines.due(float(second), 0))
 
@@ -44,7 +44,7 @@ def test_nothing_is_said_once_all_have_come_or_a_rank_runs(make, ranks):
 )
 def test_nodes_that_were_started_differently_are_told_at_once_and_once(make, more, words):
     one, other = make.hello("a0", "n0", nodes=2), make.hello("a1", "n1", **{"nodes": 2, **more})
-    lines = WaitingLines(folded(make, one, other))
+    lines = WaitingLines(folded(make, one, other), 1000)
 
     (told,) = lines.due(0.0, 0)
     assert words in told
@@ -69,3 +69,11 @@ def test_a_rendezvous_that_gave_up_names_who_was_heard(make):
 
     assert "It waited for 1 of 2 nodes; heard from n0." in verdict.statement
     assert "the head node's ports can be reached" in verdict.next[0]
+
+
+def test_a_limit_of_open_files_that_is_too_low_for_the_job_is_told_once(make):
+    hello = make.hello("a0", "n0", nodes=512)
+    (told,) = (line for line in WaitingLines(folded(make, hello), 512 + OWN_FILES - 1).due(0.0, 0))
+    assert "may open 575 files, and a job of 512 nodes needs 576" in told
+    enough = WaitingLines(folded(make, hello), 512 + OWN_FILES)
+    assert list(enough.due(0.0, 0)) == []
