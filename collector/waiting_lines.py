@@ -37,7 +37,7 @@ class WaitingLines:
             self._told_files = True
             yield coded(
                 f"the collector may open {self._most_files} files, and a job of {needed - OWN_FILES} nodes needs "
-                f"{needed}: some nodes will not be heard; raise it on this host (ulimit -Hn, LimitNOFILE of the service)",
+                f"{needed}: some nodes will not be heard; raise it there (ulimit -Hn, LimitNOFILE of the service)",
                 Code.COLLECTOR_ENDED,
             )
         if (unequal := unequal_nodes(facts)) and unequal != self._unequal:

@@ -31,13 +31,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
-from ..core.errors import Code, UsageError, coded
+from ..core.errors import RANK_OVERFLOW, Code, UsageError, coded
 from ..core.guest.own_imports import OWN_START
 from ..core.guest.tell import say
 from ..core.host import host_name
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.signal_errors import from_outside, suppress_own
-from ..core.text import error_text
+from ..core.text import error_text, ranks_text
 from ..core.wire.pipe import LaunchDone
 
 if TYPE_CHECKING:
@@ -132,6 +132,10 @@ class RankListener(Protocol):
     any_started: bool
     job_is_over: Event
     attempt_is_over: Event
+
+    @property
+    def saw_overflow(self) -> bool:
+        """Whether a rank of this node has recorded one."""
 
     def started(self, attempt: int, pids: dict[int, int]) -> None:
         """The ranks of an attempt were started: rank -> process id."""
@@ -318,7 +322,10 @@ def run_to_its_end(args: argparse.Namespace, listener: RankListener) -> LaunchDo
     except SignalException:
         raise
     except ChildFailedError as error:
-        if not args.check_only:  # with it no script runs, and the report names the failure
+        ended = sorted(rank for rank, failure in error.failures.items() if failure.exitcode == RANK_OVERFLOW)
+        if ended and listener.saw_overflow:  # its block names whom it saw first, often a rank that only followed
+            say(f"torchrun saw {ranks_text(ended)} end with {RANK_OVERFLOW}, as gpuwatch ends a rank at its overflow")
+        elif not args.check_only:  # with it no script runs, and the report names the failure
             traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:

@@ -247,6 +247,11 @@ class TorchrunRanks(RankStarter):
                 flush_streams()
                 os._exit(code)
 
+    @property
+    def saw_overflow(self) -> bool:
+        """Whether a rank of this node has recorded one."""
+        return bool(self._life.overflows.sentence)
+
     # -- what torchrun's agent tells and asks ---------------------------------------------------------------------
 
     def started(self, attempt: int, pids: dict[int, int]) -> None:
