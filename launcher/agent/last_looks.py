@@ -28,11 +28,11 @@ def last_looks(folder: Path, attempt: int, pids: Mapping[int, int]) -> dict[int,
     pids = {rank: pid for rank, pid in pids.items() if still_s[rank] is not None}
     began = now = time.monotonic()
     looks = {rank: StackLook(folder, rank, attempt, pid, began) for rank, pid in pids.items()}
-    sizes: list[int] = []
+    sizes: list[int] = [-1]
     while looks and now - began < LOOK_S:
         time.sleep(_TURN_S)
         now, before = time.monotonic(), sizes
-        sizes = [look.size for look in looks.values()]
+        sizes = [look.size for look in looks.values() if look.was_asked]
         if all(sizes) and sizes == before:  # whole, too
             break
     found = {}

@@ -195,6 +195,8 @@ def _place(thread: _ThreadStack) -> str:
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""
 _MOST_BYTES = 64 << 10
+_MOST_FATAL_BYTES = 1 << 20
+"""Of all threads: faulthandler writes 100 of them, with 100 calls each."""
 
 
 class StackLook:
@@ -214,7 +216,7 @@ class StackLook:
         self._answer: list[StackLine] = []
         self.spy: PySpy | None = None
         """It is at work for this look."""
-        _ask(pid, self._file)
+        self.was_asked = _ask(pid, self._file)
 
     def is_due(self, now: float, *, may_spy: bool = True, look_s: float = LOOK_S) -> bool:
         """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
@@ -255,31 +257,32 @@ class StackLook:
 def fatal_stacks(folder: Path, rank: int, attempt: int) -> tuple[stalls.FatalStacks, int]:
     """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); 0 if it left no stack."""
     file = folder / stalls.stack_file_name(rank, attempt)
-    text, when_ns = _read_from(file, max(0, _size(file) - _MOST_BYTES))
+    text, when_ns = _read_from(file, max(0, _size(file) - _MOST_FATAL_BYTES), _MOST_FATAL_BYTES)
     stacks = stalls.parse_fatal(text, linecache.getline)
     return stacks, when_ns if any(stacks) else 0
 
 
-def _read_from(file: Path, start: int) -> tuple[str, int]:
+def _read_from(file: Path, start: int, most: int = _MOST_BYTES) -> tuple[str, int]:
     """(the text behind `start`, when it was written); ("", 0) if it cannot be read."""
     linecache.checkcache()
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(start)
-        text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+        text = opened.read(most).decode("utf-8", "replace")
         return text, os.fstat(opened.fileno()).st_mtime_ns
     return "", 0
 
 
-def _ask(pid: int, file: Path) -> None:
+def _ask(pid: int, file: Path) -> bool:
     """Signal the main thread, if the process has our handler: without one, the signal would end it."""
     number = stalls.asking_signal()
     if number is None or not _is_ours(file) or not _catches(pid, number):
-        return
+        return False
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)  # its main thread has the process's own number
     except AttributeError:  # another C library than glibc, or one before 2.30
         with suppress(OSError):
             os.kill(pid, number)
+    return True
 
 
 def _is_ours(file: Path) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.recorder.stalls import stack_file_name
 from gpuwatch.launcher.agent import stacks as py_spy
+from gpuwatch.launcher.agent.last_looks import last_looks
 from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
 
 from ...waiting import until
@@ -83,6 +84,17 @@ def test_a_rank_that_sleeps_tells_its_stack_with_the_source(tmp_path, started):
     assert (found.state, found.stack[0].function, found.stack[0].text) == ("S", "rest", "time.sleep(1000)")
     assert found.stack[0].file == str(tmp_path / "rest.py")
     assert process.poll() is None
+
+
+def test_the_last_look_at_a_node_has_the_stack_of_each_rank_that_answers(tmp_path, started):
+    """Rank 4 has no handler, and is not signalled. Both go on: torchrun stops them after that."""
+    answers, silent = started("answers"), started("does not")
+    looks = last_looks(tmp_path, 1, {3: answers.pid, 4: silent.pid})
+
+    assert [line.function for line in looks[3].main[:1]] == ["rest"]
+    assert (looks[3].state, looks[4].state, looks[4].main) == ("S", "S", [])
+    assert (answers.poll(), silent.poll()) == (None, None)
+    assert last_looks(tmp_path, 1, {}) == {}
 
 
 @pytest.mark.slow
