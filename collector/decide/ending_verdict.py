@@ -8,7 +8,7 @@ from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import CascadedRank, Verdict
+from ..report.model import CascadedRank, ConcurrentOrigin, Verdict
 from ..report.sentence_parts import grouped, one_on, ranks_text
 from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
@@ -248,8 +248,17 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             *_later_lines(endings),
         ],
         next=[*filter(None, [hint]), *([frames] if is_rank(first.rank) else [])],
+        concurrent=_beside(facts, endings),
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in _by_themselves(endings))}),
     )
+
+
+def _beside(facts: RunFacts, endings: ExitOrder) -> list[ConcurrentOrigin]:
+    """The others that ended at the same point, or for the same reason by themselves."""
+    return [
+        ConcurrentOrigin(rank.rank, "", "", None, "", facts.host(rank), how_it_ended(rank))
+        for rank in (*endings.same, *endings.too)
+    ]
 
 
 def _by_themselves(endings: ExitOrder) -> list[RankFacts]:
@@ -302,6 +311,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence=evidence + _later_lines(endings),
         next=cause.next if cause is not None else [hint],
         cause=cause,
+        concurrent=_beside(facts, endings),
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in _by_themselves(endings))}),
     )
 

@@ -1,0 +1,146 @@
+"""Jobs that end badly, whose fault is known, under `gpuwatch launch`: `python tests/ends/ends.py [--seed S]`.
+
+Prints a row for each job and a table: right (the rank at fault, and nobody else), less (unknown, or the rank beside
+others), wrong (an innocent rank), over-sure (established, and not right).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+JOB = Path(__file__).with_name("job.py")
+ALL = -1
+"""All ranks are at fault."""
+
+
+class BadEnd(NamedTuple):
+    """One way to end. `blames`: the guilty rank, or all; `kinds`: verdicts that are right."""
+
+    how: str
+    kinds: tuple[str, ...]
+    blames: str = "guilty"
+
+
+WAYS = [
+    BadEnd("raises", ("crash",)),
+    BadEnd("raises in the forward", ("crash",)),
+    BadEnd("raises in a save", ("crash",)),
+    BadEnd("raises before init", ("crash",)),
+    BadEnd("all raise", ("crash",), "all"),
+    BadEnd("unused", ("crash",), "all"),
+    BadEnd("memory", ("crash",)),
+    BadEnd("sys.exit", ("crash",)),
+    BadEnd("os._exit", ("crash", "lost")),
+    BadEnd("os._exit(0)", ("crash", "hang")),
+    BadEnd("SIGKILL", ("lost",)),
+    BadEnd("SIGSEGV", ("lost",)),
+    BadEnd("SIGBUS", ("lost",)),
+    BadEnd("SIGILL", ("lost",)),
+    BadEnd("SIGABRT", ("lost",)),
+    BadEnd("sleeps", ("hang",)),
+    BadEnd("computes", ("hang",)),
+    BadEnd("sleeps before init", ("hang", "crash", "lost")),
+    BadEnd("abort, sleeps", ("hang",)),
+    BadEnd("abort, computes", ("hang",)),
+    BadEnd("stopped", ("hang",)),
+    BadEnd("shorter loader", ("hang", "crash")),
+    BadEnd("skips all_reduce", ("hang", "crash")),
+    BadEnd("one barrier more", ("hang", "crash")),
+    BadEnd("other size", ("hang", "crash")),
+    BadEnd("other collective", ("hang", "crash")),
+    BadEnd("groups in another order", ("hang", "crash")),
+]
+
+
+class EndedJob(NamedTuple):
+    """What became of one."""
+
+    way: BadEnd
+    guilty: int
+    nproc: int
+    grade: str
+    seconds: float
+    said: str
+
+
+def jobs(seed: int, number: int) -> list[tuple[BadEnd, int, int]]:
+    """(way, guilty rank, number of ranks); each way once before any comes again."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < number:
+        for way in rng.sample(WAYS, len(WAYS)):
+            nproc = rng.choice((2, 3, 4))
+            found.append((way, rng.randrange(nproc), nproc))
+    return found[:number]
+
+
+def run(way: BadEnd, guilty: int, nproc: int) -> EndedJob:
+    """Run one, and grade what the report says."""
+    with tempfile.TemporaryDirectory(prefix="gpuwatch-ends-") as folder:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--preflight", "off", "--nproc-per-node"]
+        ended = subprocess.run(
+            [*command, str(nproc), str(JOB), way.how, str(guilty)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        seconds = time.monotonic() - began
+        reports = list(Path(folder).glob("gpuwatch-runs/*-*/report.json"))
+        verdict = json.loads(reports[0].read_text())["verdict"] if reports else None
+    if verdict is None:
+        return EndedJob(way, guilty, nproc, "wrong", seconds, f"no report: {ended.stderr[-300:]}")
+    return EndedJob(way, guilty, nproc, grade(way, guilty, nproc, verdict), seconds, text_of(verdict))
+
+
+def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
+    """`right`, `less`, `wrong` or `over-sure`."""
+    at_fault = set(range(nproc)) if way.blames == "all" else {guilty}
+    named = {verdict["rank"]} - {None} | {one["rank"] for one in verdict["concurrent"]}
+    if named and not named & at_fault:
+        return "wrong"
+    if named != at_fault:
+        return "over-sure" if verdict["certainty"] == "established" else "less"
+    if verdict["kind"] not in way.kinds:
+        return "wrong"
+    return "right"
+
+
+def text_of(verdict: dict) -> str:
+    """`hang, supported: Rank 1 never reached ...`"""
+    return f"{verdict['kind']}, {verdict['certainty']}: {verdict['statement']}"
+
+
+def main() -> int:
+    """Run them all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--at-once", type=int, default=2)
+    given = parser.parse_args()
+    with ThreadPoolExecutor(given.at_once) as pool:
+        ended = []
+        for one in pool.map(lambda job: run(*job), jobs(given.seed, given.jobs)):
+            ended.append(one)
+            print(f"{one.grade:<9} {one.way.how} (rank {one.guilty} of {one.nproc}, {one.seconds:.0f} s): {one.said}")
+            sys.stdout.flush()
+    grades = Counter(one.grade for one in ended)
+    print(", ".join(f"{grades[name]} {name}" for name in ("right", "less", "wrong", "over-sure")))
+    return int(bool(grades["wrong"] or grades["over-sure"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

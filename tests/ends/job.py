@@ -1,0 +1,138 @@
+"""A rank of a job that ends badly: `job.py HOW GUILTY`. What each HOW is, and whom it blames: ends.py."""
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+HOW, GUILTY = sys.argv[1], int(sys.argv[2])
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+AT = 3
+"""The batch in which it happens."""
+GROUP_S = 7.0
+STILL_S = 4.0
+
+
+def elsewhere():
+    time.sleep(3600)
+
+
+def compute():
+    while True:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def watchdog(thread):
+    """As NCCL's: a thread without Python aborts the process once its main thread has stood still."""
+    since, before = time.monotonic(), None
+    while time.monotonic() - since < STILL_S:
+        time.sleep(0.1)
+        frame = sys._current_frames()[thread]
+        if (id(frame), frame.f_lasti) != before:
+            since, before = time.monotonic(), (id(frame), frame.f_lasti)
+    library, number = ctypes.CDLL(None), ctypes.c_ulong()
+    library.pthread_create(ctypes.byref(number), None, ctypes.cast(library.abort, ctypes.c_void_p), None)
+    time.sleep(3600)
+
+
+def fatal(name):
+    if name == "SIGBUS":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(mmap.PAGESIZE)
+            memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+            file.truncate(0)
+            memory[0] = 1
+    elif name == "SIGSEGV":
+        ctypes.string_at(0)
+    else:
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+def misbehave(mine):
+    """What only the guilty rank does, before the batch."""
+    if HOW.startswith("SIG") and mine:
+        fatal(HOW)
+    if HOW == "raises" and mine:
+        raise ValueError("no such shard")
+    if HOW == "all raise":
+        raise ValueError(f"empty shard {RANK}")
+    if HOW == "memory" and mine:
+        raise MemoryError
+    if HOW == "sys.exit" and mine:
+        sys.exit(3)
+    if HOW == "os._exit" and mine:
+        os._exit(1)
+    if HOW == "os._exit(0)" and mine:
+        os._exit(0)
+    if HOW in ("sleeps", "abort, sleeps") and mine:
+        elsewhere()
+    if HOW in ("computes", "abort, computes") and mine:
+        compute()
+    if HOW.startswith("abort") and not mine:
+        threading.Thread(target=watchdog, args=(threading.get_ident(),), daemon=True).start()
+    if HOW == "stopped" and mine:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if HOW == "skips all_reduce" and not mine:
+        dist.all_reduce(torch.ones(3))
+    if HOW == "one barrier more" and mine:
+        dist.barrier()
+    if HOW == "other size":
+        dist.all_reduce(torch.ones(5 if mine else 3))
+    if HOW == "other collective":
+        dist.broadcast(torch.ones(3), 0) if mine else dist.all_reduce(torch.ones(3))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if HOW == "raises in the forward" and RANK == GUILTY and x.mean() > 2:
+            raise RuntimeError("shape mismatch")
+        return self.body(x) if HOW == "unused" else self.unused(self.body(x))
+
+
+def save(batch):
+    if HOW == "raises in a save" and RANK == GUILTY and batch == AT:
+        raise OSError(28, "No space left on device")
+    dist.barrier()
+
+
+def main():
+    if HOW == "raises before init" and RANK == GUILTY:
+        raise ImportError("no module named flash")
+    if HOW == "sleeps before init" and RANK == GUILTY:
+        elsewhere()
+    seconds = GROUP_S if "abort" not in HOW else 600
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    mine = RANK == GUILTY
+    groups = [dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(2)]
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    batches = AT if HOW == "shorter loader" and mine else 8
+    for batch in range(batches):
+        if batch == AT:
+            misbehave(mine)
+        if HOW == "groups in another order" and batch == AT:
+            for group in reversed(groups) if mine else groups:
+                dist.all_reduce(torch.ones(2), group=group)
+        loss = model(torch.full((2, 8), float(batch))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        save(batch)
+    del model, optimizer, loss
+    dist.destroy_process_group()
+
+
+main()
