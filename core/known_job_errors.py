@@ -172,6 +172,10 @@ OF_OTHERS: dict[str, tuple[str, str]] = {
         "nobody answered{to_peer} within {ms} ms: rank 0 is not up yet, has ended, or is not reached from here",
         "Look at rank 0, at MASTER_ADDR, and for a firewall between the two.",
     ),
+    r"client socket has failed to connect to any network address of \((?P<peer>[^)\n]+)\)": (
+        "nobody accepted a connection{to_peer}: rank 0 is not up yet, has ended, or is not reached from here",
+        "Look at rank 0, at MASTER_ADDR, and for a firewall between the two.",
+    ),
     r"(?P<joined>\d+)/(?P<all>\d+) clients joined": (
         "only {joined} of {all} ranks or nodes came",
         "Look for the node or rank that was not started, or failed before.",

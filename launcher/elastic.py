@@ -324,7 +324,8 @@ def run_to_its_end(args: argparse.Namespace, listener: RankListener) -> LaunchDo
     except ChildFailedError as error:
         ended = sorted(rank for rank, failure in error.failures.items() if failure.exitcode == RANK_OVERFLOW)
         if ended and listener.saw_overflow:  # its block names whom it saw first, often a rank that only followed
-            say(f"torchrun saw {ranks_text(ended)} end with {RANK_OVERFLOW}, as gpuwatch ends a rank at its overflow")
+            text = f"torchrun saw {ranks_text(ended)} end with {RANK_OVERFLOW}, as gpuwatch ends a rank at its overflow"
+            say(coded(text, Code.OVERFLOW))
         elif not args.check_only:  # with it no script runs, and the report names the failure
             traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
         return LaunchDone("failed")

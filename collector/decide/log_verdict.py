@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 
+from msgspec.structs import replace
+
 from ...core.gpu.counters import XIDS
+from ...core.known_errors import explain
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.log_facts import LogFacts, RaisedError, TimedOutWork
+from ..facts.log_facts import LogFacts, LoggedXid, RaisedError, TimedOutWork
 from ..facts.log_lines import LogLine
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import grouped, ranks_text
@@ -21,7 +24,8 @@ _SIGNALS = (-11, -7, -4, -8)
 """SIGSEGV, SIGBUS, SIGILL, SIGFPE: a process does them to itself. SIGKILL and SIGABRT may follow from others."""
 _OF_ONE_SIZE = frozenset({"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"})
 """Collectives to which all ranks must give as many elements."""
-_BETWEEN_TWO = frozenset({"SEND", "RECV"})
+_BETWEEN_TWO = frozenset({"SEND", "RECV", "COALESCED"})
+_NOT_THE_JOBS = re.compile(r"Killed process \d+ \((?!python|pt_|ray|torch|train)[^)]*\)|StepId=\d+\.extern")
 _MOST_LINES = 8
 _MOST_LETTERS = 200
 _MONITORED = re.compile(r"Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
@@ -29,22 +33,38 @@ _NODE_LOST = re.compile(r"Node failure on (?P<node>\S+)|ON (?P<node_2>\S+) CANCE
 
 
 def log_verdict(facts: LogFacts) -> Verdict:
-    """The verdict of all files together; `unknown` where they do not say it."""
-    for rule in (
-        _lost_node,
-        _bad_gpu,
-        _out_of_memory,
-        _raised,
-        _signalled,
-        _own_fault,
-        _barrier,
-        _mismatch,
-        _never_came,
-    ):
-        verdict = rule(facts)
-        if verdict is not None:
-            return verdict
-    return _ended_from_outside(facts) or _waited(facts) or _explained(facts) or _nothing()
+    """The verdict of all files together; `unknown` where they do not say it, or say several things."""
+    lost = _lost_node(facts)
+    if lost is not None:
+        return lost
+    rules = (_bad_gpu, _out_of_memory, _raised, _signalled, _barrier, _mismatch, _never_came)
+    found = [verdict for rule in rules if (verdict := rule(facts)) is not None]
+    named = [verdict for verdict in found if verdict.certainty is not Certainty.UNKNOWN]
+    limit = _ended_from_outside(facts)
+    if limit is not None and any(verdict.kind is not VerdictKind.HANG for verdict in found):
+        return limit  # a fact; what the others were is not certain beside it
+    if len({(verdict.rank, *(one.rank for one in verdict.concurrent), verdict.host) for verdict in named}) > 1:
+        return _several(named)
+    if named and len(named) == len(found):
+        return named[0]
+    if found:
+        return found[0] if len(found) == 1 else _several(found)
+    return (limit if not facts.timed_out else None) or _waited(facts) or _explained(facts) or _nothing()
+
+
+def _several(found: list[Verdict]) -> Verdict:
+    statements = " ".join(verdict.statement for verdict in found)
+    steps = list(dict.fromkeys(step for verdict in found for step in verdict.next))
+    return replace(
+        found[0],
+        statement=f"The log has several failures, and does not show which was first: {statements}",
+        certainty=Certainty.UNKNOWN,
+        rank=None,
+        host=None,
+        concurrent=[],
+        next=steps,
+        evidence=[line for verdict in found for line in verdict.evidence],
+    )
 
 
 def _evidence(*lines: LogLine) -> list[str]:
@@ -64,21 +84,24 @@ def _lost_node(facts: LogFacts) -> Verdict | None:
 
 
 def _bad_gpu(facts: LogFacts) -> Verdict | None:
-    """An XID that means that the GPU, its link or its memory is bad, if only one GPU has it."""
-    known = ((xid, XIDS[xid.number]) for xid in facts.xids if xid.number in XIDS)
+    """An XID that means that the GPU, its link or its memory is bad, if only one GPU has it, and it was its first."""
+    firsts: dict[tuple[str, str], LoggedXid] = {}
+    for xid in facts.xids:
+        firsts.setdefault((xid.line.host, xid.bus), xid)
+    known = ((xid, XIDS[xid.number]) for xid in firsts.values() if xid.number in XIDS)
     bad = [(xid, means) for xid, means in known if means.grade == "fail"]
-    if len({(xid.line.host, xid.bus) for xid, _ in bad}) != 1:
+    if len(bad) != 1:
         return None
     (line, bus, number), means = bad[0]
-    host = line.host
-    where = f" of {host}" if host else ""
+    where = f" of {line.host}" if line.host else ""
     statement = f"The driver{where} reported XID {number} ({means.meaning}) for its GPU at PCI {bus}."
-    return _verdict(VerdictKind.LOST, statement, [means.next], [xid.line for xid, _ in bad], host=host)
+    return _verdict(VerdictKind.LOST, statement, [means.next], [line], host=line.host)
 
 
 def _out_of_memory(facts: LogFacts) -> Verdict | None:
     tasks = [end for end in facts.ends if end.how == "Out Of Memory"]
     told = [(line, found) for line, found in facts.explained if "for lack of host memory" in found.sentence]
+    told = [(line, found) for line, found in told if not _NOT_THE_JOBS.search(line.text)]
     if not tasks and not told:
         return None
     hosts = sorted({end.host for end in tasks} | {line.host for line, _ in told if line.host})
@@ -91,24 +114,30 @@ def _out_of_memory(facts: LogFacts) -> Verdict | None:
 
 
 def _raised(facts: LogFacts) -> Verdict | None:
-    own = [raised for raised in facts.raised if raised.is_own]
-    alike = grouped(own, lambda raised: (raised.error, re.sub(r"\d+", "0", first_line(raised.message))))
+    """The rank that raised by itself. One that waited in a collective as well went on after that, or raised later."""
+    waited = {work.rank for work in facts.timed_out} | {told.rank for told in facts.progress if told.timed_out}
+    raised = [one for one in facts.raised if one.rank is None or one.rank not in waited]
+    own = [one for one in raised if one.why == "own"]
+    unclear = [one for one in raised if one.why == "unclear"]
+    alike = grouped(own, lambda one: (one.error, re.sub(r"\d+", "0", first_line(one.message))))
     if not alike:
         return None
-    steps = list(dict.fromkeys(found.next for _, found in facts.explained if found.own))
+    texts = [f"{one.error}: {one.message}" for one in own]
+    steps = list(dict.fromkeys(found.next for text in texts for found in explain(text) if found.own))
     steps = steps or ["The script itself failed: read its traceback in the log."]
-    if len(alike) > 1:
-        each = "; ".join(f"{_who(some)} raised {_error(some[0])}" for some in alike.values())
-        statement = f"Ranks raised different errors, and the log does not show which was first: {each}."
-        lines = [some[0].line for some in alike.values()]
+    if len(alike) > 1 or unclear:
+        groups = [*alike.values(), *([unclear] if unclear else [])]
+        each = "; ".join(f"{_who(some)} raised {_error(some[0])}" for some in groups)
+        statement = f"Different errors were raised, and the log does not show which was first: {each}."
+        lines = [some[0].line for some in groups]
         return _verdict(VerdictKind.CRASH, statement, steps, lines, certainty=Certainty.UNKNOWN)
-    raised = next(iter(alike.values()))
-    numbers = sorted({one.rank for one in raised if one.rank is not None})
-    who = _who(raised)
-    others = sorted({each.rank for each in facts.raised if not each.is_own and each.rank is not None} - set(numbers))
+    same = next(iter(alike.values()))
+    numbers = sorted({one.rank for one in same if one.rank is not None})
+    who = _who(same)
+    others = sorted({one.rank for one in raised if one.why == "follows" and one.rank is not None} - set(numbers))
     followed = f" {ranks_text(others).capitalize()} failed because of it." if others and numbers else ""
-    statement = f"{who[:1].upper()}{who[1:]} raised {_error(raised[0])}.{followed}"
-    return _verdict(VerdictKind.CRASH, statement, steps, [one.line for one in raised], ranks=numbers)
+    statement = f"{who[:1].upper()}{who[1:]} raised {_error(same[0])}.{followed}"
+    return _verdict(VerdictKind.CRASH, statement, steps, [one.line for one in same], ranks=numbers)
 
 
 def _who(raised: list[RaisedError]) -> str:
@@ -122,49 +151,24 @@ def _error(raised: RaisedError) -> str:
 
 
 def _signalled(facts: LogFacts) -> Verdict | None:
-    """One rank that ended itself by a signal, while others only followed."""
+    """One rank that ended itself by a signal, and that torchrun saw first; or the only task that ended by itself."""
     failed = {failure.rank: failure for failure in facts.failures if failure.code in _SIGNALS}
-    tasks = [end for end in facts.ends if end.how != "Out Of Memory"]
-    if len(failed) == 1:
+    firsts = {failure.rank for failure in facts.failures if failure.is_first}
+    if len(failed) == 1 and failed.keys() == firsts:
         (failure,) = failed.values()
         name = signal_name(-failure.code)
         statement = f"Rank {failure.rank} on {failure.host} was killed by {name}."
         step = f"Look at what rank {failure.rank} printed before; python -X faulthandler shows its line."
         return _verdict(VerdictKind.LOST, statement, [step], [failure.line], ranks=[failure.rank], host=failure.host)
-    if not failed and len({(end.host, end.tasks) for end in tasks}) == 1 and tasks[0].tasks.isdigit():
-        end = tasks[0]
-        statement = f"Task {end.tasks} on {end.host} ended by itself: {end.how.lower()}."
-        step = "Look at what that task printed before; python -X faulthandler shows its line."
-        return _verdict(VerdictKind.LOST, statement, [step], [end.line], host=end.host)
-    return None
-
-
-def _own_fault(facts: LogFacts) -> Verdict | None:
-    """A known fault of one rank's or one host's own, if only one has it."""
-    own = [(line, found) for line, found in facts.explained if found.own and "NVRM: Xid" not in line.text]
-    if not own:
+    tasks = {(end.host, end.tasks): end for end in facts.ends}
+    if failed or len(tasks) != 1:
         return None
-    kinds = grouped(own, lambda pair: pair[1].next)
-    if len(kinds) > 1:
-        each = "; ".join(f"{_writer([line for line, _ in some])}{some[0][1].sentence}" for some in kinds.values())
-        statement = f"The log does not show which of these was first: {each}."
-        lines = [some[0][0] for some in kinds.values()]
-        return _verdict(VerdictKind.CRASH, statement, [*kinds], lines, certainty=Certainty.UNKNOWN)
-    found, same = own[0][1], [line for line, _ in own]
-    numbers = sorted({line.rank for line in same if line.rank is not None})
-    hosts = sorted({line.host for line in same if line.host})
-    who = _writer(same)
-    who = f"{who[:1].upper()}{who[1:]}" if numbers else who
-    sentence = found.sentence if who else f"{found.sentence[:1].upper()}{found.sentence[1:]}"
-    host = hosts[0] if len(hosts) == 1 else ""
-    return _verdict(VerdictKind.CRASH, f"{who}{sentence}.", [found.next], same, ranks=numbers, host=host)
-
-
-def _writer(lines: list[LogLine]) -> str:
-    """`rank 3: `, `node7: `; "" where the lines do not say it."""
-    numbers = sorted({line.rank for line in lines if line.rank is not None})
-    hosts = sorted({line.host for line in lines if line.host})
-    return f"{ranks_text(numbers)}: " if numbers else f"{hosts[0]}: " if len(hosts) == 1 else ""
+    (end,) = tasks.values()
+    if not end.tasks.isdigit() or end.how.startswith(("Exited", "Out Of Memory")):
+        return None
+    statement = f"Task {end.tasks} on {end.host} ended by itself: {end.how.lower()}."
+    step = "Look at what that task printed before; python -X faulthandler shows its line."
+    return _verdict(VerdictKind.LOST, statement, [step], [end.line], host=end.host)
 
 
 def _barrier(facts: LogFacts) -> Verdict | None:
@@ -180,7 +184,7 @@ def _barrier(facts: LogFacts) -> Verdict | None:
 def _mismatch(facts: LogFacts) -> Verdict | None:
     """Ranks of one group that waited in different collectives, or with other sizes, under one number."""
     for (group, number), works in _meetings(facts):
-        kinds = grouped(works, _kind_of)
+        kinds = grouped((work for work in works if work.operation), _kind_of)
         if len(kinds) < 2:
             continue
         parts = sorted(kinds.items(), key=lambda pair: (-len(pair[1]), pair[1][0].rank))
@@ -198,13 +202,17 @@ def _mismatch(facts: LogFacts) -> Verdict | None:
 
 
 def _meetings(facts: LogFacts) -> list[tuple[tuple[str, int], list[TimedOutWork]]]:
-    """The works of each group that is told, the lowest number first."""
-    works = [work for work in facts.timed_out if work.group and work.operation not in _BETWEEN_TWO]
-    told = {(work.rank, work.group) for work in works}
+    """The works of each group whose name all ranks share, the lowest number first.
+
+    Sends and receives have numbers of their own, and count in the same line: with them, numbers tell nothing.
+    """
+    mixed = {work.rank for work in facts.timed_out if work.operation in _BETWEEN_TWO}
+    works = [] if mixed else [work for work in facts.timed_out if work.group]
+    told = {work.rank for work in facts.timed_out}
     works += [  # the line of its watchdog is missing
         TimedOutWork(last.rank, last.group, last.ended + 1, "", -1, 0.0, last.line)
         for last in facts.progress
-        if last.timed_out and (last.rank, last.group) not in told and -1 <= last.ended < last.begun
+        if not mixed and last.timed_out and last.rank not in told and -1 <= last.ended < last.begun
     ]
     return sorted(grouped(works, lambda work: (work.group, work.number)).items(), key=lambda pair: pair[0][1])
 
@@ -223,12 +231,12 @@ def _ranks(works: list[TimedOutWork]) -> list[int]:
 
 def _never_came(facts: LogFacts) -> Verdict | None:
     """Ranks that had begun fewer collectives of a group than the one in which the others waited, by their own words."""
+    waited_anywhere = {work.rank for work in facts.timed_out}
     for (group, number), works in _meetings(facts):
         last = {told.rank: told for told in facts.progress if told.group == group}
-        waiting = _ranks(works)
-        timed_out = {work.rank for work in facts.timed_out if work.group == group}
-        behind = [told for rank, told in sorted(last.items()) if told.begun < number and rank not in timed_out]
-        if not behind or len({work.operation for work in works}) > 1:
+        waiting, operations = _ranks(works), {work.operation for work in works} - {""}
+        behind = [told for rank, told in sorted(last.items()) if told.begun < number and rank not in waiting]
+        if not behind or len(operations) > 1:
             continue
         numbers, begun = [told.rank for told in behind], sorted({told.begun for told in behind})
         waited = max(work.seconds for work in works)
@@ -237,22 +245,20 @@ def _never_came(facts: LogFacts) -> Verdict | None:
         ended = (
             f"{their} last begun is {begun[0]}" if len(begun) == 1 else f"{their} last begun are {begun[0]} and more"
         )
-        operation = f" ({works[0].operation})" if works[0].operation else ""
+        operation = f" ({next(iter(operations))})" if operations else ""
         statement = (
             f"{ranks_text(numbers).capitalize()} had not begun work {number}{operation} of group {group}, in which "
             f"{ranks_text(waiting)} waited{for_how_long}{_at(works)}: {ended}."
         )
-        elsewhere = [raised for raised in facts.raised if raised.rank in numbers and not raised.is_own]
+        elsewhere = [raised for raised in facts.raised if raised.rank in numbers]
         lines = [*(told.line for told in behind), *(work.line for work in works[:2])]
-        if elsewhere and len(waiting) <= 2 * len(numbers):
-            at = f" (at {elsewhere[0].place})" if elsewhere[0].place else ""
-            statement += (
-                f" They waited for others themselves{at}: the ranks do not issue the same collectives. {ODD_UNKNOWN}"
-            )
+        if waited_anywhere & set(numbers) or (elsewhere and len(waiting) <= 2 * len(numbers)):
+            at = f" (at {elsewhere[0].place})" if elsewhere and elsewhere[0].place else ""
+            statement += f" They waited for others themselves{at}: the ranks do not issue the same collectives. "
             step = (
                 f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
             )
-            return _verdict(VerdictKind.HANG, statement, [step], lines, certainty=Certainty.UNKNOWN)
+            return _verdict(VerdictKind.HANG, statement + ODD_UNKNOWN, [step], lines, certainty=Certainty.UNKNOWN)
         statement += " Or a rank stood inside of that call." if not elsewhere else ""
         step = f"Look at what {ranks_text(numbers)} did then: data loading, a save, an evaluation, an early return."
         return _verdict(VerdictKind.HANG, statement, [step], lines, ranks=numbers)
@@ -265,9 +271,9 @@ def _at(works: list[TimedOutWork]) -> str:
 
 
 def _ended_from_outside(facts: LogFacts) -> Verdict | None:
-    """A time limit or a preemption, if no rank waited in vain before."""
+    """A time limit or a preemption."""
     for line, found in facts.explained:
-        if "CANCELLED AT" in line.text and not facts.timed_out:
+        if "CANCELLED AT" in line.text:
             sentence = f"{found.sentence[:1].upper()}{found.sentence[1:]}."
             return _verdict(VerdictKind.INTERRUPTED, sentence, [found.next], [line])
     return None
@@ -282,7 +288,10 @@ def _waited(facts: LogFacts) -> Verdict | None:
     waiting = _ranks(same)
     silent = sorted(set(range(facts.world_size)) - set(_ranks(facts.timed_out)))
     hint = ""
-    if silent and len(silent) <= max(1, facts.world_size // 8):
+    others = sorted({each.operation for each in facts.timed_out if each.number == work.number} - {work.operation})
+    if others:
+        hint = f" Other ranks waited in {', '.join(others)} under that number: they may not be of one group."
+    elif silent and len(silent) <= max(1, facts.world_size // 8):
         hint = f" The log has no timeout of {ranks_text(silent)}: look there first."
     elif len(waiting) > 1 and facts.ranks <= set(waiting):
         hint = " All ranks in the log were in it: the network or a GPU does not complete it, or one has no line here."
@@ -296,14 +305,22 @@ def _waited(facts: LogFacts) -> Verdict | None:
     )
     steps = [step, *(["Test the links and GPUs of these nodes: gpuwatch check."] if "network" in hint else [])]
     lines = [each.line for each in same[:2]]
+    for line, found in [pair for pair in facts.explained if pair[1].own][:2]:  # it may be why, or an old story
+        statement += f" The log also says: {_writer(line)}{found.sentence}."
+        steps, lines = [found.next, *steps], [*lines, line]
     return _verdict(VerdictKind.HANG, statement, steps, lines, certainty=Certainty.UNKNOWN)
+
+
+def _writer(line: LogLine) -> str:
+    """`rank 3: `, `node7: `; "" where the line does not say it."""
+    return f"rank {line.rank}: " if line.rank is not None else f"{line.host}: " if line.host else ""
 
 
 def _explained(facts: LogFacts) -> Verdict | None:
     """Lines that only say that something failed elsewhere."""
     if not facts.explained:
         return None
-    sentences = "; ".join(dict.fromkeys(found.sentence for _, found in facts.explained[:3]))
+    sentences = "; ".join(dict.fromkeys(f"{_writer(line)}{found.sentence}" for line, found in facts.explained[:3]))
     statement = f"The log does not show which rank failed first. It says: {sentences}."
     steps = list(dict.fromkeys(found.next for _, found in facts.explained[:3]))
     lines = [line for line, _ in facts.explained[:3]]

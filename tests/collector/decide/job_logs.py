@@ -184,11 +184,11 @@ LOGS = [
         },
     ),
     JobLog(
-        "torch 2.4's words",
+        "torch 2.4's words, whose groups count within a process",
         "hang",
-        "supported",
-        [1],
-        "Rank 1 had not begun work 7",
+        "unknown",
+        [],
+        "Rank 0 waited for 600 s in work 7",
         {
             "out": f"[rank0]:[E {PG}:574] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
             "OpType=_ALLGATHER_BASE, NumelIn=1024, NumelOut=16384, Timeout(ms)=600000) ran for 600029 milliseconds before "
@@ -455,10 +455,10 @@ LOGS = [
     ),
     JobLog(
         "a port of InfiniBand that was down",
-        "crash",
-        "supported",
+        "hang",
+        "unknown",
         [],
-        "node-b: the InfiniBand or RoCE port of this host has lost its link",
+        "The log also says: node-b: the InfiniBand or RoCE port of this host has lost its link.",
         {
             "out": "node-b:77:91 [2] ibvwrap.cc:321 NCCL WARN NET/IB : mlx5_2:1 Got async event : port error\n"
             + timed_out(0, 57)
@@ -581,7 +581,7 @@ LOGS = [
             "out": raised(5, "RuntimeError", GONE)
             + dumps(5, 7, 56116)
             + dumps(0, 7, 56116)
-            + f"[rank7]:[E703 17:54:18.885229863 {PG}:1987] [PG ID 0 PG GUID 0(default_pg) Rank 7] Received a dump signal due to a "
+            + f"[rank7]:[E1127 03:12:57.885229863 {PG}:1987] [PG ID 0 PG GUID 0(default_pg) Rank 7] Received a dump signal due to a "
             "collective timeout from this local rank and we will try our best to dump the debug info. Last enqueued NCCL work: "
             "56390, last completed NCCL work: 56116.\n"
         },
@@ -589,3 +589,247 @@ LOGS = [
     JobLog("a healthy log", "unknown", "unknown", [], "do not show why", {"out": TRAINING + "saved last.pt\n"}),
     JobLog("an empty one", "unknown", "unknown", [], "do not show why", {"out": ""}),
 ]
+
+
+def entry(number, rank, code, at="03:13:02") -> str:
+    return (
+        f"[{number}]:\n  time      : 2026-11-27_{at}\n  host      : n1\n  rank      : {rank} (local_rank: {rank})\n"
+        f"  exitcode  : {code} (pid: 77)\n"
+    )
+
+
+KILLED = "Failures:\n  <NO_OTHER_FAILURES>\nRoot Cause (first observed failure):\n" + entry(0, 3, -9)
+HUNG = timed_out(0, 168) + timed_out(1, 168) + dumps(2, 0, 167)
+UNHANDLED = "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5"
+RESTARTS = "[default0]:Worker group FAILED. 2/3 attempts left; will restart worker group\n"
+
+
+def watchdog_of(rank, number, operation, elements, group) -> str:
+    return timed_out(rank, number, operation, elements).replace("PG ID 0 PG GUID 0(default_pg)", group)
+
+
+TRAPS: list[tuple[str, dict[str, str], set[int]]] = [
+    (
+        "a rank whose own watchdog line is missing",
+        {
+            "out": timed_out(0, 1580)
+            + timed_out(2, 1580)
+            + timed_out(4, 1580)
+            + timed_out(3, 1580).splitlines()[1]
+            + "\n"
+        },
+        set(),
+    ),
+    (
+        "groups of one split, which share a name",
+        {
+            "out": "".join(
+                watchdog_of(r, 900, "ALLREDUCE", 4096 if r > 5 else 8192, "PG ID 1 PG GUID 1(mesh_tp)")
+                for r in range(8)
+            )
+        },
+        set(),
+    ),
+    (
+        "groups that count within a process",
+        {
+            "out": "".join(
+                watchdog_of(r, 900, "_ALLGATHER_BASE" if r == 6 else "ALLREDUCE", 64 if r == 6 else 4096, "PG 1")
+                for r in range(7)
+            )
+        },
+        set(),
+    ),
+    ("numbers of a receive", {"out": timed_out(1, 38, "RECV") + dumps(0, 1, 19)}, set()),
+    ("numbers of sends in one call", {"out": timed_out(1, 38, "COALESCED", 0) + dumps(0, 1, 19)}, set()),
+    (
+        "a rank that waited in another group itself",
+        {
+            "out": watchdog_of(1, 900, "ALLREDUCE", 4096, "PG ID 1 PG GUID 1(TP)")
+            + timed_out(2, 12, "ALLREDUCE", 1)
+            + dumps(1, 2, 11)
+        },
+        set(),
+    ),
+    (
+        "the default group's numbers of a rank that waited in another",
+        {
+            "out": watchdog_of(1, 900, "ALLREDUCE", 4096, "PG ID 1 PG GUID 1(TP)")
+            + dumps(1, 1, 11)
+            .replace("from  rank 1", "from this local rank")
+            .replace("work: 11, last", "work: 13, last")
+            + dumps(4, 1, 11)
+        },
+        set(),
+    ),
+    ("numbers of an attempt before", {"out": dumps(2, 0, 5) + RESTARTS + timed_out(0, 168) + timed_out(1, 168)}, set()),
+    (
+        "two jobs in one file",
+        {
+            "out": timed_out(3, 57).replace("E1127 03", "E1126 09")
+            + "".join(timed_out(r, 57, "BROADCAST") for r in range(3))
+        },
+        set(),
+    ),
+    (
+        "torchrun saw another rank first",
+        {
+            "out": "Failures:\n"
+            + entry(1, 5, -11, "03:13:09")
+            + "Root Cause (first observed failure):\n"
+            + entry(0, 2, 1)
+        },
+        set(),
+    ),
+    (
+        "two tasks that ended by themselves",
+        {
+            "out": "srun: error: n6: task 3: Exited with exit code 1\n"
+            "srun: error: n7: task 13: Segmentation fault (core dumped)\n"
+        },
+        set(),
+    ),
+    (
+        "three victims of NCCL's own words",
+        {
+            "out": "".join(
+                raised(r, "torch.distributed.DistBackendError", UNHANDLED)
+                + f"[rank{r}]: Last error:\n[rank{r}]: socketStartConnect: Connect to 10.0.0.4<43211> failed\n"
+                for r in range(3)
+            )
+            + KILLED
+        },
+        {3},
+    ),
+    (
+        "a file server that timed out, and its victim",
+        {
+            "out": raised(5, "TimeoutError", "[Errno 110] Connection timed out: /nfs/data")
+            + raised(0, "RuntimeError", f"{UNHANDLED}")
+        },
+        {5},
+    ),
+    (
+        "an error whose name has no suffix",
+        {
+            "out": raised(2, "zipfile.BadZipFile", "File is not a zip file")
+            + raised(5, "AttributeError", "'NoneType' object has no attribute 'wait'")
+        },
+        {2},
+    ),
+    (
+        "a lost peer that was met while an ordinary error was handled",
+        {
+            "out": raised(0, "StopIteration", "")
+            + "[rank0]: \n[rank0]: During handling of the above exception, another exception occurred:\n[rank0]: \n"
+            + raised(0, "RuntimeError", GONE)
+            + KILLED
+        },
+        {3},
+    ),
+    (
+        "an exception that Python ignored",
+        {
+            "out": "[rank0]: Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n"
+            + raised(0, "AssertionError", "can only test a child process")
+            + KILLED
+        },
+        {3},
+    ),
+    (
+        "an exception in a thread",
+        {
+            "out": "[rank0]: Exception in thread Thread-2 (_pin_memory_loop):\n"
+            + raised(0, "ConnectionRefusedError", "[Errno 111] Connection refused")
+            + KILLED
+        },
+        {3},
+    ),
+    (
+        "an error of logging",
+        {"out": "--- Logging error ---\n" + raised(0, "ValueError", "closed", prefix="") + HUNG},
+        {2},
+    ),
+    (
+        "an exception that was handled, of a rank that went on",
+        {"out": raised(0, "FileNotFoundError", "/ckpt/last.pt") + HUNG},
+        {2},
+    ),
+    (
+        "an exception after the timeout",
+        {"out": timed_out(0, 168) + timed_out(1, 168) + raised(1, "TypeError", "x")},
+        set(),
+    ),
+    (
+        "an attempt that was survived",
+        {"out": raised(1, "KeyError", "'labels'") + RESTARTS + "Training complete\n"},
+        set(),
+    ),
+    (
+        "a worker that the time limit ended",
+        {
+            "out": raised(1, "RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Terminated. ")
+            + "slurmstepd: error: *** STEP 42.0 ON n0 CANCELLED AT 2026-11-27T03:12:55 DUE TO TIME LIMIT ***\n"
+        },
+        set(),
+    ),
+    (
+        "a signal of a preemption",
+        {
+            "out": "slurmstepd: error: *** STEP 42.0 ON n0 CANCELLED AT 2026-11-27T03:12:55 DUE TO PREEMPTION ***\n"
+            + raised(1, "lightning.fabric.utilities.exceptions.SIGTERMException", "")
+        },
+        set(),
+    ),
+    (
+        "a rank that did not reach rank 0",
+        {
+            "out": raised(
+                1, "RuntimeError", "The client socket has failed to connect to any network address of (n0, 29500)."
+            )
+        },
+        {0},
+    ),
+    ("a refused connection", {"out": raised(1, "ConnectionRefusedError", "[Errno 111] Connection refused")}, {0}),
+    ("a lost actor", {"out": raised(1, "ray.exceptions.ActorDiedError", "The actor died unexpectedly")}, {0}),
+    (
+        "a traceback that a logger printed",
+        {
+            "out": "[rank1]: 2026-11-27 03:12:55,123 ERROR train.py:308 -- Traceback (most recent call last):\n"
+            + "".join(raised(1, "ValueError", "retrying").splitlines(keepends=True)[1:])
+            + KILLED
+        },
+        {3},
+    ),
+    ("names of files that are of no rank", {"lora-rank16.out": raised(0, "ValueError", "x", prefix="")}, set()),
+    ("the rank of a node", {"node_rank1.log": raised(0, "ValueError", "x", prefix="")}, set()),
+    ("the rank within a node", {"local_rank0.log": raised(0, "ValueError", "x", prefix="")}, set()),
+    (
+        "Ray's prefix before the rank, and the rank within the group",
+        {
+            "out": "".join(
+                f"(MegatronPolicyWorker[rank={r}] pid=3421713, ip=10.1.2.206) {line}\n"
+                for r in (97, 98)
+                for line in timed_out(r, 5).replace(f"[Rank {r}]", f"[Rank {r - 91}]").splitlines()
+            )
+        },
+        set(),
+    ),
+]
+"""Logs that once led to a rank that was not at fault: the ranks that may be named."""
+
+WENT_ON = [
+    "[W1127 socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).\n",
+    "Skipping batch 17: CUDA out of memory. Tried to allocate 2.00 GiB\n",
+    "wandb: ERROR [Errno 28] No space left on device\n",
+    "wandb: Network error (ConnectionError), entering retry loop: Temporary failure in name resolution\n",
+    "n0:1:1 [0] transport/nvls.cc:254 NCCL WARN Cuda failure 1 'invalid argument'\n",
+    'prompt: "How do I fix CUDA out of memory. Tried to allocate 2.00 GiB?"\n',
+    "Nov 20 03:12:55 node7 kernel: Out of memory: Killed process 99 (jupyter-lab) total-vm:1kB\n",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=42.extern. Some of the step tasks have been OOM Killed.\n",
+    "Nov 20 01:00:00 node7 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus.\n"
+    "Nov 20 02:00:00 node7 kernel: Linux version 5.15.0\n",
+    "[Fri] NVRM: Xid (PCI:0000:cb:00): 13, Graphics SM Warp Exception\n"
+    "[Fri] NVRM: Xid (PCI:0000:cb:00): 109, pid=17, name=pt_main_thread, CTX SWITCH TIMEOUT\n",
+]
+"""Lines of jobs that went on: none of them is why a job ended."""

@@ -15,7 +15,7 @@ from gpuwatch.core.known_errors import explain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .job_logs import LOGS, JobLog
+from .job_logs import KILLED, LOGS, TRAINING, TRAPS, WENT_ON, JobLog, raised
 
 
 def verdict_of(log: JobLog):
@@ -50,6 +50,21 @@ def test_half_of_a_log_names_nobody_else(log):
         verdict = verdict_of(log._replace(files=files))
         named = {verdict.rank} - {None} | {one.rank for one in verdict.concurrent}
         assert named <= set(log.ranks), verdict.statement
+
+
+@pytest.mark.parametrize(("name", "files", "may"), TRAPS, ids=[name for name, _, _ in TRAPS])
+def test_nobody_innocent_is_named(name, files, may):
+    verdict = verdict_of(JobLog(name, "", "", [], "", files))
+    named = {verdict.rank} - {None} | {one.rank for one in verdict.concurrent}
+    assert named <= may, verdict.statement
+
+
+@pytest.mark.parametrize("line", WENT_ON, ids=lambda line: line[:40])
+@pytest.mark.parametrize("end", [TRAINING, KILLED, raised(2, "KeyError", "'labels'")], ids=["well", "killed", "raised"])
+def test_a_line_of_a_job_that_went_on_is_no_verdict(line, end):
+    verdict = verdict_of(JobLog("", "", "", [], "", {"out": TRAINING + line + TRAINING + end}))
+    raised_it = verdict.rank == 2 and "KeyError" in verdict.statement
+    assert raised_it or verdict.certainty == "unknown", verdict.statement
 
 
 def test_the_command_reads_files_folders_and_gzip(tmp_path):
