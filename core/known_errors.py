@@ -62,7 +62,7 @@ _OF_THE_WRITER: _Meanings = {
         "Reset the GPU (nvidia-smi -r) and read `nvidia-smi -q -d ECC,ROW_REMAPPER`; if the error comes back, take "
         "the GPU out.",
     ),
-    _CUDA + r"out of memory|Failed to CUDA (?:host )?[cm]?alloc": (
+    r"(?:Cuda failure (?:\d+ )?'|CUDA failure \S+ ')out of memory|Failed to CUDA (?:host )?[cm]?alloc": (
         "the GPU had no memory left for NCCL's own buffers",
         "Look for other processes on this GPU (nvidia-smi), or leave more of its memory free.",
     ),
