@@ -17,7 +17,10 @@ OF_THE_WRITER: dict[str, tuple[str, str]] = {
         "Run again with CUDA_LAUNCH_BLOCKING=1 for its line, or on the CPU; compare labels and tokens with the sizes "
         "of the model.",
     ),
-    r"CUDA out of memory\. Tried to allocate|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError|HIP out of memory": (
+    (
+        r"CUDA out of memory\. Tried to allocate|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
+        r"|HIP out of memory"
+    ): (
         "the GPU's memory is full",
         "The GPU's memory is full: a smaller batch, gradient accumulation or activation checkpointing; "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if much is reserved and free.",

@@ -107,7 +107,8 @@ class _AbortScene:
         numbers = [rank.rank for rank in self._ranks]
         if self._left or any(not self._waits(number) for number in self._aborted + self._stopped):
             return None
-        places = grouped(sorted(numbers), lambda number: self._positions[number].line)
+        lines = {number: position.line for number, position in self._positions.items()}
+        places = grouped(sorted(numbers), lambda number: lines.get(number, ""))
         if len(places) < 2 or "" in places:
             return None
         text = "; ".join(f"{ranks_text(ranks)} at {line}" for line, ranks in places.items())
