@@ -72,7 +72,7 @@ def find_hang(
 def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], waited: str) -> HangFinding:
     """Some had waited in a backward's reduction, which no table describes, and all others were away."""
     away = [rank for rank, position in positions.items() if position.kind == "away"]
-    found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
+    found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what, ended=True)
     lines = " To see the lines, have the stall reported while it lasts: set --hang-timeout below the group's timeout."
     lines = "" if all(positions[rank].line for rank in away) else lines
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]

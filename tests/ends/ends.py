@@ -112,8 +112,9 @@ def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
     named = {verdict["rank"]} - {None} | {one["rank"] for one in verdict["concurrent"]}
     if named and not named & at_fault:
         return "wrong"
-    if named != at_fault:
-        return "over-sure" if verdict["certainty"] == "established" else "less"
+    if named != at_fault:  # one of several that were at fault, and that torchrun stopped before they could say so
+        is_over = verdict["certainty"] == "established" and not named < at_fault
+        return "over-sure" if is_over else "less"
     if verdict["kind"] not in way.kinds:
         return "wrong"
     return "right"
