@@ -25,6 +25,7 @@ from .words import doing, first_line
 
 WAITED_S = 2.0
 """A rank that was aborted sooner after it had last moved may not have waited for anybody."""
+_INIT = "init_process_group"
 _Found = tuple[VerdictKind, HangFinding]
 
 
@@ -43,6 +44,37 @@ def abort_verdict(facts: RunFacts) -> Verdict | None:
     found = replace(found, evidence=[*scene.lines(), *found.evidence])
     verdict = verdict_of(facts, found, ranks, {}, kind)
     return structs.replace(verdict, signal="SIGABRT", cascade=verdict.cascade if found.ranks else [])
+
+
+def missed_init_verdict(facts: RunFacts) -> Verdict | None:
+    """Ranks that gave up in init_process_group(), and the others were elsewhere, before their first batch."""
+    ranks = facts.of_attempt(facts.last_attempt)
+    waited = [rank for rank in ranks if rank.error is not None and _INIT in rank.error.traceback]
+    others = [rank for rank in ranks if rank not in waited]
+    looks = {rank.rank: look for rank in others if (look := last_look(rank)) is not None and look.stack}
+    if (
+        len(ranks) < max(2, facts.announced_ranks)
+        or not waited
+        or not all(rank.error is not None and rank.error.peer_failure for rank in waited)
+        or not others
+        or len(looks) < len(others)
+        or any(rank.error is not None or rank.exit is None or rank.exit.by != "torchrun" for rank in others)
+        or any(look.where.batch >= 0 or any(_INIT in line.function for line in look.stack) for look in looks.values())
+    ):
+        return None
+    away = sorted(looks)
+    position = position_of(looks[away[0]])
+    numbers = sorted(rank.rank for rank in waited)
+    where, gave_up = "init_process_group", f"waited until {'its' if len(numbers) == 1 else 'their'} time was over"
+    found = absent(away, where, numbers, gave_up, sure=False, what=position.what, ended=True)
+    step = (
+        f"Look at what {ranks_text(away)} did there. Where it must take that long, call init_process_group() before "
+        "it, or give that more time: init_process_group(timeout=...)."
+    )
+    lines = [
+        f"rank {rank.rank} raised {rank.error.error}: {first_line(rank.error.message)}" for rank in waited if rank.error
+    ]
+    return verdict_of(facts, replace(found, next=[step], evidence=lines), ranks, {}, VerdictKind.HANG)
 
 
 def _has_own_reason(rank: RankFacts) -> bool:

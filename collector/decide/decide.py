@@ -15,7 +15,7 @@ from ...core.verdicts import Certainty, NodeBlame
 from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
-from .abort_verdict import abort_verdict
+from .abort_verdict import abort_verdict, missed_init_verdict
 from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .hang_verdict import ended_verdict, hang_verdict
@@ -32,6 +32,7 @@ def decide(facts: RunFacts) -> Verdict:
         hang_verdict,
         ended_verdict,
         abort_verdict,
+        missed_init_verdict,
         ending_verdict,
         lost_node_verdict,
         interrupted_verdict,

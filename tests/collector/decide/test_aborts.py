@@ -232,3 +232,37 @@ def test_ranks_that_raise_the_same_by_themselves_are_one_finding(make):
     assert (verdict.kind, verdict.certainty) == ("crash", "supported")
     assert verdict.statement.startswith("Rank 0 (and rank 1) on ")
     assert verdict.cascade == []
+
+
+IN_INIT = (
+    'Traceback:\n  File "/home/me/train.py", line 9, in main\n    dist.init_process_group()\n'
+    f'  File "{TORCH}/distributed/distributed_c10d.py", line 1710, in init_process_group\n    store = rendezvous()\n'
+)
+
+
+def gave_up(rank, *, peer=True):
+    error = ScriptError(RunPosition(rank, time_ns=NOON), "DistStoreError", "Timed out", IN_INIT, None, peer)
+    return [EventMessage(error), *end(rank, 1, "itself", -1, "raised", [], [], 0.0, ())]
+
+
+def test_a_rank_that_did_not_come_to_init_is_named(make):
+    verdict = verdict_of(make, gave_up(0), stopped(1, [OWN], batch=-1), gave_up(2))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
+    assert verdict.statement == (
+        "Rank 1 never reached init_process_group, in which ranks 0, 2 waited until their time was over. It was before "
+        "its first batch, at train.py:12 in slow_eval: time.sleep(40)."
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        stopped(1, [], batch=-1),
+        stopped(1, [StackLine(f"{TORCH}/distributed/distributed_c10d.py", 1710, "init_process_group"), OWN], batch=-1),
+        stopped(1, [OWN], batch=3),
+    ],
+    ids=["without a stack", "in it as well", "past it"],
+)
+def test_who_was_not_seen_elsewhere_before_it_is_not_named_for_init(make, other):
+    assert verdict_of(make, gave_up(0), other).rank is None
