@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -38,7 +39,7 @@ from .store import RunStore
 from .views.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .views.publisher import ViewPublisher
 from .views.snapshot import StacksRound, view_of
-from .waiting_lines import WaitingLines
+from .waiting_lines import ClockLines, WaitingLines
 
 if TYPE_CHECKING:
     from .views.metrics_endpoint import MetricsExporter, OwnNumbers  # without --metrics-port, none of it is imported
@@ -178,6 +179,7 @@ class CollectorServer:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else FactFold(store.page, store.history)
         self._lines = StageLines(self._folded)
+        self._clocks = ClockLines(self._folded)
         self._waiting = WaitingLines(self._folded, raise_file_limit())
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
@@ -204,6 +206,8 @@ class CollectorServer:
             for line in self._lines.due():
                 self._tell(line)
             for sentence in self._waiting.due(now, self._turned_away()["refused"]):
+                self._say(sentence)
+            for sentence in self._clocks.due(datetime.now(timezone.utc)):
                 self._say(sentence)
             if self._act(run_protocol.tick(now)):
                 return self._finish()

@@ -1,8 +1,9 @@
-"""What a job says while it waits for nodes that have not come, from the facts so far. No clock, no pipe."""
+"""What a job says of nodes that have not come, or whose clocks are off, from the facts so far. No clock, no pipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 from ..core.errors import Code, coded
 from .decide.missing_nodes import missing_nodes, unequal_nodes
@@ -54,3 +55,30 @@ class WaitingLines:
             if refused:
                 others = f"; {refused} connections with another key were refused: compare --rdzv-id and the secrets"
             yield coded(f"waiting for {missing}, for {now - self._since:.0f} s{others}", Code.NO_RENDEZVOUS)
+
+
+CLOCK_OFF_S = 60.0
+"""torchrun's rendezvous takes a node whose clock is this far off for one that has gone."""
+
+
+class ClockLines:
+    """Each node once."""
+
+    def __init__(self, folded: FactFold) -> None:
+        self._folded = folded
+        self._told: set[str] = set()
+
+    def due(self, now: datetime) -> Iterator[str]:
+        """The sentences to say now. `now` is this host's time."""
+        for node in self._folded.as_it_stands().nodes.values():
+            if node.clock is None or node.agent in self._told:
+                continue
+            off_s = -node.clock[0] / 1e9
+            if abs(off_s) > CLOCK_OFF_S:
+                self._told.add(node.agent)
+                there = now + timedelta(seconds=off_s)
+                yield coded(
+                    f"the clock of {node.name} is {off_s:+.0f} s off this host's ({there:%H:%M:%S} there, "
+                    f"{now:%H:%M:%S} here): torchrun may take its node for gone, and train with fewer; set both by NTP",
+                    Code.CLOCK_OFF,
+                )

@@ -59,7 +59,7 @@ def test_the_first_rank_and_module_are_named(row: Row, tmp_path: Path, port: int
 
     assert overflowed.code == OVERFLOW, overflowed.text
     assert (found["kind"], found["rank"], found["module"]) == ("overflow", bad_of(2), row.module)
-    assert overflowed.text.count("VERDICT") == 1
+    assert overflowed.text.count("gpuwatch report: run") == 1
 
 
 ZERO_2 = next(row for row in ROWS if row.name == "DeepSpeed, ZeRO 2")

@@ -17,7 +17,7 @@ def test_four_tasks_on_two_nodes(user):
     assert len({rank["host"] for rank in report["ranks"]}) == 2
     verdict = report["verdict"]
     assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 2, "block.widen")
-    assert done.stderr.count("VERDICT") == 1
+    assert done.stderr.count("gpuwatch report: run") == 1
     assert [rank["preflight"]["outcome"] for rank in report["ranks"]] == 4 * ["ok"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.waiting_lines import EVERY_S, FIRST_S, OWN_FILES, WaitingLines
+from gpuwatch.collector.waiting_lines import EVERY_S, FIRST_S, OWN_FILES, ClockLines, WaitingLines
 from gpuwatch.core.events import NodeSignal
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
@@ -77,3 +79,20 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_job_is_told_once(make):
     assert "may open 575 files, and a job of 512 nodes needs 576" in told
     enough = WaitingLines(folded(make, hello), 512 + OWN_FILES)
     assert list(enough.due(0.0, 0)) == []
+
+
+@pytest.mark.parametrize(("offset_s", "words"), [(-75.0, "+75 s"), (75.0, "-75 s"), (-50.0, None), (None, None)])
+def test_a_clock_that_is_a_minute_off_is_told_once_with_both_times(make, offset_s, words):
+    found = folded(make, make.hello("a0", "n0", nodes=2))
+    offset = round(offset_s * 1e9) if offset_s is not None else None
+    found.add("a0", 0, make.NodeBeat([], {}, clock_offset_ns=offset, clock_round_trip_ns=1000))
+    lines = ClockLines(found)
+    told = list(lines.due(NOON))
+
+    assert [words in line for line in told] == ([True] if words else [])
+    if words == "+75 s":
+        assert "the clock of n0 is +75 s off this host's (12:01:15 there, 12:00:00 here)" in told[0]
+    assert list(lines.due(NOON)) == []
+
+
+NOON = datetime(2026, 11, 28, 12, 0, 0)
