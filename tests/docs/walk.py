@@ -217,7 +217,8 @@ class Walk:
         text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", text)
         self.printed.append(text)
         verdict = re.search(r"^VERDICT  (\w+)", text, re.MULTILINE)
-        code = VerdictKind(verdict[1]).exit_code if verdict and ENDS_AS_THE_RUN.search(command) else ExitCode.CLEAN
+        ends_so = ENDS_AS_THE_RUN.search(command) or "gpuwatch explain-log" in command
+        code = VerdictKind(verdict[1]).exit_code if verdict and ends_so else ExitCode.CLEAN
         wanted = {int(code)} if code is not ExitCode.SIGNAL else {130}
         if "gpuwatch diff" in command:
             wanted.add(1)
