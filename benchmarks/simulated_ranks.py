@@ -239,7 +239,7 @@ class SimulatedRank:
             final=final,
         )
 
-    def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
+    def end(self, code: int | None, by: str, now: float, look: object = None) -> list[AgentBody]:
         """Its last messages."""
         self.ended = True
         batch = self.pages - 1
