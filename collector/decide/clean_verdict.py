@@ -348,7 +348,8 @@ def _clean(facts: RunFacts) -> Verdict:
         statement += f" Compiled code inside {hidden[0]}{more} was not inspected."
     unseen = dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen)
-    everyone = list(facts.everyone.values())  # before a restart, too
+    # before a restart, too, and in order, whoever was heard first
+    everyone = [rank for found in (facts.ranks, facts.processes) for _, rank in sorted(found.items())]
     doubts = [*_loose_lines(ranks), *_unread_lines(everyone), *_child_lines(everyone)]
     if doubts:
         statement += f" {doubts[0][0].upper()}{_first_of(doubts)[1:]}."

@@ -750,6 +750,13 @@ def test_clean_is_not_established_where_states_or_a_child_were_not_seen(make):
     assert verdict.statement.endswith("A child process (pid 4242) of rank 0 called modules and was not watched.")
 
 
+def test_of_two_children_the_one_of_the_lower_rank_is_named_whoever_was_heard_first(make):
+    first, second = (make.finished(rank, last={"calling_child": 4242}) for rank in range(2))
+    verdicts = [judge(make.hello(), *order, make.NodeBye("ok")) for order in (first + second, second + first)]
+    assert verdicts[0].statement == verdicts[1].statement
+    assert "A child process (pid 4242) of rank 0 called" in verdicts[0].statement
+
+
 def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):
     loose = EventMessage(LooseParameters(RunPosition(0), "SGD", 1))
     verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.NodeBye("ok"))
