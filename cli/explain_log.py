@@ -32,9 +32,10 @@ def explain_log(files: tuple[Path, ...], form: str) -> int:
     Exit codes: as those of gpuwatch launch for the verdict, 6 for unknown, 2 wrong usage.
     """
     from ..collector.decide.log_verdict import log_verdict
-    from ..collector.facts.log_facts import facts_of_logs
     from ..collector.facts.log_lines import log_lines
+    from ..collector.facts.log_reader import facts_of_logs
     from ..collector.report.text_report import verdict_text
+    from ..collector.run_files import verdict_code
 
     paths = list(_all_files(files))
     lines = (line for path in paths for line in log_lines(_name(path, paths), _read(path)))
@@ -43,8 +44,7 @@ def explain_log(files: tuple[Path, ...], form: str) -> int:
         echo_json(verdict)
     else:
         click.echo(verdict_text(verdict, width=text_width()))
-    code = verdict.kind.exit_code
-    return int(code) if code < 128 else int(code) + 15  # a time limit ends by SIGTERM
+    return verdict_code(verdict)
 
 
 def _all_files(files: tuple[Path, ...]) -> Iterator[Path]:

@@ -284,12 +284,12 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
         from ..collector.report.html.page import render_html
 
         return render_html(report)
-    from ..collector.report.text_report import answer_again, render_text
+    from ..collector.report.text_report import render_text, with_answer
 
     width = text_width()
     text = render_text(report, width=width, color=color, rank=rank, warnings=warnings)
-    again = answer_again(report, text, width=width, color=color) if color else ""  # a file is read from its beginning
-    return f"{text}\n\n{again}" if again else text
+    # a file is read from its beginning
+    return with_answer(report, text, width=width, color=color) if color else text
 
 
 def _is_in_store(report: RunReport, rank: int) -> bool:

@@ -167,11 +167,11 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
         text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
         _say(coded(text, Code.SCHEDULER_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
-    from ..collector.report.text_report import answer_again
+    from ..collector.report.text_report import with_answer
 
     text = f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}"
     with suppress(GpuwatchError):
-        text = "\n\n".join(filter(None, (text, answer_again(read_report(paths), text))))
+        text = with_answer(read_report(paths), text)
     click.echo(text)
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())
 

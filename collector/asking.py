@@ -103,6 +103,11 @@ class AskedAll:
             return self.number
         return None
 
+    @property
+    def is_open(self) -> bool:
+        """A round waits for answers."""
+        return self._open
+
     def forget(self) -> None:
         """Drop the open round: it was concluded, or begins again when a rank stalls again."""
         self._open, self._looks = False, {}

@@ -24,7 +24,7 @@ from .assemble.build import build_report
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .report.model import EarlierLife, RunReport, to_json
-from .report.text_report import answer_again, render_text
+from .report.text_report import render_text, with_answer
 from .run_files import (
     RunOutcome,
     RunPaths,
@@ -196,8 +196,7 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
         if not last_words:
             page = write_page(paths, report) or f"as a page: {paths.report_html}"
             last_words = f"report: {paths.report_json}\n{page}"
-        text = f"{render_text(report)}\n\n{last_words}"
-        text = "\n\n".join(filter(None, (text, answer_again(report, text))))
+        text = with_answer(report, f"{render_text(report)}\n\n{last_words}")
         return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         gc.unfreeze()

@@ -303,8 +303,10 @@ class RunProtocol:
         return [SendMessage(agent, message) for message in messages for agent in speaking]
 
     def _conclude_asking(self, now: float) -> list[Action]:
+        if not self.asking.is_open:
+            return []
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
-        silent = {node.hello.host: self.claims.ranks_of(node_of(agent)) for agent, node in self._silent()}
+        silent = {self.nodes[agent].hello.host: self.claims.ranks_of(node_of(agent)) for agent in self.lost_agents}
         concluded = self.asking.conclude(announced or self.claims.num_ranks, now, self.on_hang, silent)
         if concluded is None:
             return []
@@ -313,8 +315,8 @@ class RunProtocol:
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
 
-    def _silent(self) -> list[tuple[str, _NodeState]]:
-        return [(agent, self.nodes[agent]) for agent in self.lost_agents]
+    def _text_of(self, agent: str) -> str:
+        return node_text({self.nodes[agent].hello.host: self.claims.ranks_of(node_of(agent))})
 
     def _tell_of_silence(self, now: float) -> list[Action]:
         """A node that is silent is told once, and once it is heard again. Not where all are: it may be this one that
@@ -325,15 +327,15 @@ class RunProtocol:
             return []
         actions: list[Action] = []
         for agent, node in self.nodes.items():
-            text = node_text({node.hello.host: self.claims.ranks_of(node_of(agent))})
             if node.lost and not node.told_silent and not node.replaced and now - node.heard > TOLD_S:
                 node.told_silent = True
                 others = f"{heard} other node{' is' if heard == 1 else 's are'} heard"
-                text += f" has been silent for {now - node.heard:.0f} s: the node, or the link to it, is lost; {others}"
+                for_how_long = f"has been silent for {now - node.heard:.0f} s"
+                text = f"{self._text_of(agent)} {for_how_long}: the node, or the link to it, is lost; {others}"
                 actions.append(NotifyUser(text, Code.LOST))
             elif node.told_silent and not node.lost:
                 node.told_silent = False
-                actions.append(NotifyUser(f"{text} is heard again", Code.LOST))
+                actions.append(NotifyUser(f"{self._text_of(agent)} is heard again", Code.LOST))
         return actions
 
     def _job_is_over(self, at: float) -> None:

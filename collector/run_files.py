@@ -84,14 +84,19 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
 
 
 def exit_code(report: RunReport) -> int:
-    """The exit code of a verdict, with which the launches exit."""
-    verdict = report.verdict
+    """The exit code of a report's verdict, with which the launches exit."""
+    code = verdict_code(report.verdict)
+    if report.run.check_only and code != ExitCode.CLEAN and code <= ExitCode.SIGNAL:  # no script could have failed
+        return int(ExitCode.PREFLIGHT_FAILED)
+    return code
+
+
+def verdict_code(verdict: Verdict) -> int:
+    """The exit code of a verdict; of a signal's, 128 and its number."""
     code = verdict.kind.exit_code
     if code is ExitCode.SIGNAL and verdict.signal is not None:
         number = verdict.signal.removeprefix("signal ")  # one without a name
         return int(code) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
-    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
-        code = ExitCode.PREFLIGHT_FAILED
     return int(code)
 
 

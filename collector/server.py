@@ -51,6 +51,8 @@ _AT_ONCE_BYTES = 2 << 20
 """Bytes of pages that are folded in one turn."""
 _ROOM_BYTES = 16 << 20
 """While this many bytes of pages wait, no more are requested."""
+_NODES_EVERY_S = 1.0
+"""All nodes are looked at this often: whether one is missing, or its clock is off."""
 
 
 class ReportFailed(Exception):
@@ -181,6 +183,7 @@ class CollectorServer:
         self._lines = StageLines(self._folded)
         self._clocks = ClockLines(self._folded)
         self._waiting = WaitingLines(self._folded, raise_file_limit())
+        self._nodes_due = 0.0
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.announce(paths.folder)
@@ -205,12 +208,17 @@ class CollectorServer:
             self._socket.count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
-            for sentence in self._waiting.due(now, self._turned_away()["refused"]):
-                self._say(sentence)
-            for sentence in self._clocks.due(datetime.now(timezone.utc)):
-                self._say(sentence)
+            self._tell_of_nodes(now)
             if self._act(run_protocol.tick(now)):
                 return self._finish()
+
+    def _tell_of_nodes(self, now: float) -> None:
+        if now < self._nodes_due:
+            return
+        self._nodes_due = now + _NODES_EVERY_S
+        sentences = self._waiting.due(now, self._turned_away()["refused"])
+        for sentence in (*sentences, *self._clocks.due(datetime.now(timezone.utc))):
+            self._say(sentence)
 
     def _receive(self, now: float) -> None:
         taken: dict[str, None] = {}

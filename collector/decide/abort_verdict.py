@@ -17,8 +17,8 @@ from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import grouped
 from .end_positions import aborted_in_a_wait, last_look, progress
-from .hang_finding import position_line
-from .hang_groups import ODD_UNKNOWN, SAME_COLLECTIVES, absent
+from .hang_finding import position_lines
+from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent
 from .hang_model import HangFinding, position_of, standing_at
 from .hang_verdict import verdict_of
 from .words import doing, first_line
@@ -31,8 +31,7 @@ _Found = tuple[VerdictKind, HangFinding]
 
 def abort_verdict(facts: RunFacts) -> Verdict | None:
     """None if no rank was aborted while it seems to have waited, or if another rank ended for a reason of its own."""
-    nodes = facts.nodes.values()
-    if any(node.signal is not None for node in nodes) or all(node.bye is None or node.went_well for node in nodes):
+    if not facts.failed_by_itself:
         return None
     ranks = facts.of_attempt(facts.last_attempt)
     aborted = aborted_in_a_wait(ranks)
@@ -145,8 +144,7 @@ class _AbortScene:
             return None
         text = "; ".join(f"{ranks_text(ranks)} at {line}" for line, ranks in places.items())
         statement = f"The ranks were not in the same collective, and SIGABRT ended {ranks_text(self._aborted)}: {text}."
-        step = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
-        return VerdictKind.CRASH, HangFinding(f"{statement} {ODD_UNKNOWN}", Certainty.UNKNOWN, [], [step])
+        return VerdictKind.CRASH, HangFinding(f"{statement} {ODD_UNKNOWN}", Certainty.UNKNOWN, [], [LOOK_FOR_AN_IF])
 
     def unknown(self) -> _Found:
         """A rank was aborted in a collective, or by a thread beside its script's."""
@@ -159,8 +157,7 @@ class _AbortScene:
 
     def lines(self) -> list[str]:
         """Where each rank was, and how it ended."""
-        alike = grouped(self._positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
-        lines = [position_line([rank for rank, _ in found], found[0][1], ended=True) for found in alike.values()]
+        lines = position_lines(self._positions, ended=True)
         for number in self._aborted:
             still = f", {self._looks[number].still_s:.0f} s after it had last moved" if number in self._looks else ""
             lines.append(f"rank {number} was aborted by SIGABRT{still}")

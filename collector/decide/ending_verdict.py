@@ -15,7 +15,7 @@ from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
-from .missing_nodes import LOOK_FOR_THEM, missing_nodes
+from .missing_nodes import waited_for_nodes
 from .script_cause import cause_of_crash
 from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
@@ -41,7 +41,7 @@ SIGNAL_S = 60
 
 def ending_verdict(facts: RunFacts) -> Verdict | None:
     """The rank that was killed or raised first; None if no rank ended by itself."""
-    if not _job_failed(facts):
+    if not facts.failed:
         return None
     endings = endings_of(facts, facts.last_attempt)
     if not endings.by_themselves or all(_left_for_the_signal(facts, rank) for rank in endings.by_themselves):
@@ -179,11 +179,6 @@ def _after_the_signal(facts: RunFacts, rank: RankFacts, time_ns: int) -> bool:
     return node is not None and node.signal is not None and time_ns > node.signal.time_ns - SIGNAL_S * 10**9
 
 
-def _job_failed(facts: RunFacts) -> bool:
-    """A node that is silent is no failure: its agent may have been stopped, or the link to it cut."""
-    return any(node.bye is not None and not node.went_well for node in facts.nodes.values())
-
-
 def _certainty(endings: ExitOrder) -> Certainty:
     if endings.first is not None and endings.first.was_aborted:
         exit_ = endings.first.exit
@@ -318,7 +313,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
 
 def lost_node_verdict(facts: RunFacts) -> Verdict | None:
     """A node that went silent while the job failed elsewhere, or that the scheduler has lost."""
-    lost = [node for node in facts.nodes.values() if node.lost] if _job_failed(facts) else []
+    lost = [node for node in facts.nodes.values() if node.lost] if facts.failed else []
     if not lost:
         return _down_verdict(facts)
     hosts = ", ".join(sorted(node.name for node in lost))
@@ -373,8 +368,7 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
     what, seen = ("check", "") if facts.check_only else ("run", "; no overflow had been seen")
-    stood, missing = stood_still(facts), missing_nodes(facts)
-    waited = f" It waited for {missing}." if missing else ""
+    stood, (waited, steps) = stood_still(facts), waited_for_nodes(facts)
     codes = grouped(
         (rank for rank in facts.of_attempt(facts.last_attempt) if (rank.code or 0) > 0), lambda rank: rank.code
     )
@@ -388,30 +382,26 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         attempt=facts.last_attempt,
         signal=name,
         evidence=[*progress_of(facts, facts.last_attempt), *ended, *(stood.evidence if stood else [])],
-        next=stood.next if stood else [LOOK_FOR_THEM] if missing else [],
+        next=stood.next if stood else steps,
     )
 
 
 def unexplained_verdict(facts: RunFacts) -> Verdict | None:
     """Who started the ranks has failed, and nothing says why."""
-    if not _job_failed(facts):
+    if not facts.failed:
         return None
     starter = "torchrun" if facts.starter == "torchrun" else facts.starter.capitalize()
     error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
     if error:
-        missing = missing_nodes(facts)
-        waited = f" It waited for {missing}." if missing else ""
+        waited, steps = waited_for_nodes(facts)
+        is_taken = "EADDRINUSE" in error or "address already in use" in error.lower()
         return Verdict(
             VerdictKind.CRASH,
             f"{starter} failed by itself: {first_line(error).rstrip('. ')}.{waited}",
             Certainty.SUPPORTED,
             attempt=facts.last_attempt,
             evidence=progress_of(facts, facts.last_attempt) or ["no rank had started"],
-            next=[_PORT_TAKEN]
-            if "EADDRINUSE" in error or "address already in use" in error.lower()
-            else [LOOK_FOR_THEM]
-            if missing
-            else [],
+            next=[_PORT_TAKEN] if is_taken else steps,
         )
     return Verdict(
         kind=VerdictKind.CRASH,

@@ -61,7 +61,7 @@ def find_hang(
         found = scene.does_not_end()
     elif len(left) == len(ended):
         exits = {rank: RankPosition("left", groups=exit_.groups) for rank, exit_ in ended.items()}
-        found = find_by_groups({**positions, **exits}, world_size, scene.waited)
+        found = find_by_groups({**positions, **exits}, world_size, scene.waited, over=over)
     found = found or scene.find()
     if found is None:
         return None
@@ -181,21 +181,32 @@ class _StackScene:
         return " and ".join(sorted({self.positions[rank].operation for rank in ranks}))
 
     def lines(self) -> list[str]:
-        """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`, a line for all that are alike."""
-        alike = grouped(self.positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
-        lines = [position_line([rank for rank, _ in found], found[0][1], ended=self.over) for found in alike.values()]
-        return [*lines, *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else [])]
+        """Where the ranks are, and how many are not among them."""
+        return [
+            *position_lines(self.positions, ended=self.over),
+            *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else []),
+        ]
+
+
+def position_lines(positions: Mapping[int, RankPosition], *, ended: bool = False) -> list[str]:
+    """A line for all ranks that are alike. `ended`: they are not there any more."""
+    alike = grouped(positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
+    return [position_line([rank for rank, _ in found], found[0][1], ended=ended) for found in alike.values()]
+
+
+_VERBS = {  # what one does, several do, and all did
+    "is": ("is", "are", "was", "were"),
+    "waits": ("waits", "wait", "waited", "waited"),
+    "seems to wait": ("seems to wait", "seem to wait", "seemed to wait", "seemed to wait"),
+}
 
 
 def position_line(ranks: list[int], first: RankPosition, *, ended: bool = False) -> str:
     """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`; `ended`: waited"""
-    one = len(ranks) == 1
-    be = ("was", "were") if ended else ("is", "are")
-    what = f"{be[not one]} {'stopped' if first.kind == 'stopped' else first.doing}"
+    form = (len(ranks) > 1) + 2 * ended
+    what = f"{_VERBS['is'][form]} {'stopped' if first.kind == 'stopped' else first.doing}"
     if first.waiting:
-        verb = ("waits", "wait") if first.kind == "waits" else ("seems to wait", "seem to wait")
-        verb = verb if not ended else ("waited",) * 2 if first.kind == "waits" else ("seemed to wait",) * 2
-        what = f"{verb[not one]} in {first.operation}"
+        what = f"{_VERBS['waits' if first.kind == 'waits' else 'seems to wait'][form]} in {first.operation}"
     elif first.kind == "unknown":
         what += "; no stack could be read"
     return f"{ranks_text(ranks)} {what}" + (f": {first.line}" if first.line else "")

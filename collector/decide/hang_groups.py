@@ -26,6 +26,7 @@ from .hang_model import (
 )
 
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
+LOOK_FOR_AN_IF = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
 IN_ORDER = f"{SAME_COLLECTIVES} in the same order: compare the lines below."
 COMPARE_LINES = "Compare the lines where the ranks are stuck."
 ODD_UNKNOWN = "It is unknown which rank is the odd one."
@@ -63,8 +64,8 @@ def absent(
     else:
         statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
         statement += f" It {'was' if ended else 'is'} {what}." if one and what else ""
-        next_ = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
-        next_ = f"Look at what {who} did then." if ended else next_
+        now = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
+        next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause, instead=instead)
 
@@ -79,10 +80,12 @@ def capital(ranks: Sequence[int], one: str, many: str) -> str:
     return f"{ranks_text(list(ranks)).capitalize()} {one if len(ranks) == 1 else many}"
 
 
-def find_by_groups(positions: Mapping[int, RankPosition], world_size: int, waited: str) -> HangFinding | None:
+def find_by_groups(
+    positions: Mapping[int, RankPosition], world_size: int, waited: str, *, over: bool = False
+) -> HangFinding | None:
     """None if no rank stands in an operation that its own table shows, or if what they show leads to no sentence.
 
-    `waited`: `have waited for 300 s`, `waited until they timed out`.
+    `waited`: `have waited for 300 s`, `waited until they timed out`. `over`: all of them have ended since.
     """
     places = {
         rank: place
@@ -105,7 +108,7 @@ def find_by_groups(positions: Mapping[int, RankPosition], world_size: int, waite
     mismatch = mismatch_of(tables, places, world_size)
     if mismatch is not None:
         return _mismatch(mismatch, world_size)
-    scene = _GroupScene(positions, places, meetings, world_size, waited)
+    scene = _GroupScene(positions, places, meetings, world_size, waited, over)
     rules = (scene.stopped, scene.did_not_come, scene.swapped, scene.all_came, scene.unclear)
     found = next((found for rule in rules if (found := rule()) is not None), None)
     return replace(found, evidence=scene.evidence()) if found is not None else None
@@ -138,6 +141,7 @@ class _GroupScene:
     meetings: list[PendingOperation]
     world_size: int
     waited: str
+    over: bool
 
     @property
     def _is_whole(self) -> bool:
@@ -209,7 +213,7 @@ class _GroupScene:
             what=first.what,
             line=self.positions[direct[0]].line if direct else "",
             further=self._further(direct),
-            ended=not self.waited.startswith("have"),
+            ended=self.over,
             cause="left early" if left else "did not come",
         )
 

@@ -131,8 +131,7 @@ _TIMED_OUT = ("imed out", "imeout", "failed to pass monitoredBarrier")
 
 def ended_verdict(facts: RunFacts) -> Verdict | None:
     """None if a rank ended for a reason of its own, if a signal ended the job, or if the tables lead to no rank."""
-    nodes = facts.nodes.values()
-    if any(node.signal is not None for node in nodes) or all(node.bye is None or node.went_well for node in nodes):
+    if not facts.failed_by_itself:
         return None
     ranks = facts.of_attempt(facts.last_attempt)
     reducing = _in_reduction(ranks)
@@ -148,7 +147,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
     world_size = max((len(ranks), *(rank.counts.world_size for rank in ranks)))
-    found = find_by_groups(shown, world_size, waited)
+    found = find_by_groups(shown, world_size, waited, over=True)
     if found is None and timed_out and len(shown) == world_size:
         found = _missed_the_reduction(sorted(reducing), shown, waited)
     if found is None or (found.cause not in ("mismatch", "left early") and not timed_out):

@@ -17,7 +17,7 @@ from ..facts.log_facts import LogFacts, LoggedXid, RaisedError, TimedOutWork
 from ..facts.log_lines import LogLine
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import grouped, ranks_text
-from .hang_groups import ODD_UNKNOWN, SAME_COLLECTIVES
+from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
 from .words import first_line, signal_name
 
 _SIGNALS = (-11, -7, -4, -8)
@@ -193,11 +193,10 @@ def _mismatch(facts: LogFacts) -> Verdict | None:
         most, rest = parts[0][1], [work for _, some in parts[1:] for work in some]
         odd = _ranks(rest) if len(most) > 2 * len(rest) else []
         named = f"{ranks_text(odd).capitalize()} differ{'s' if len(odd) == 1 else ''} from all others." if odd else ""
-        step = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
         statement = f"{inside}: the ranks do not issue the same collectives. {named or ODD_UNKNOWN}"
         certainty = Certainty.SUPPORTED if odd else Certainty.UNKNOWN
         lines = [some[0].line for some in kinds.values()]
-        return _verdict(VerdictKind.HANG, statement, [step], lines, ranks=odd, certainty=certainty)
+        return _verdict(VerdictKind.HANG, statement, [LOOK_FOR_AN_IF], lines, ranks=odd, certainty=certainty)
     return None
 
 
@@ -255,10 +254,8 @@ def _never_came(facts: LogFacts) -> Verdict | None:
         if waited_anywhere & set(numbers) or (elsewhere and len(waiting) <= 2 * len(numbers)):
             at = f" (at {elsewhere[0].place})" if elsewhere and elsewhere[0].place else ""
             statement += f" They waited for others themselves{at}: the ranks do not issue the same collectives. "
-            step = (
-                f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
-            )
-            return _verdict(VerdictKind.HANG, statement + ODD_UNKNOWN, [step], lines, certainty=Certainty.UNKNOWN)
+            unknown = Certainty.UNKNOWN
+            return _verdict(VerdictKind.HANG, statement + ODD_UNKNOWN, [LOOK_FOR_AN_IF], lines, certainty=unknown)
         statement += " Or a rank stood inside of that call." if not elsewhere else ""
         step = f"Look at what {ranks_text(numbers)} did then: data loading, a save, an evaluation, an early return."
         return _verdict(VerdictKind.HANG, statement, [step], lines, ranks=numbers)
@@ -275,7 +272,7 @@ def _ended_from_outside(facts: LogFacts) -> Verdict | None:
     for line, found in facts.explained:
         if "CANCELLED AT" in line.text:
             sentence = f"{found.sentence[:1].upper()}{found.sentence[1:]}."
-            return _verdict(VerdictKind.INTERRUPTED, sentence, [found.next], [line])
+            return replace(_verdict(VerdictKind.INTERRUPTED, sentence, [found.next], [line]), signal="SIGTERM")
     return None
 
 

@@ -8,7 +8,7 @@ from ...core.wire.messages import AgentHello
 from ..facts.facts import RunFacts
 from ..report.sentence_parts import grouped
 
-LOOK_FOR_THEM = (
+_LOOK_FOR_THEM = (
     "Look at the missing nodes: whether they were started with the same --rdzv-endpoint, --rdzv-id and --nnodes, and "
     "whether the head node's ports can be reached from there."
 )
@@ -22,6 +22,12 @@ def missing_nodes(facts: RunFacts) -> str:
         return ""
     hosts = ", ".join(sorted(hello.host for hello in hellos))
     return f"{expected - len(hellos)} of {expected} nodes; heard from {hosts}"
+
+
+def waited_for_nodes(facts: RunFacts) -> tuple[str, list[str]]:
+    """(a sentence for the end of a statement, what to do); nothing if no node was missing."""
+    missing = missing_nodes(facts)
+    return (f" It waited for {missing}.", [_LOOK_FOR_THEM]) if missing else ("", [])
 
 
 def unequal_nodes(facts: RunFacts) -> str:

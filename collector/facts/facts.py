@@ -343,6 +343,16 @@ class RunFacts:
         return max((attempt for attempt, _ in self.ranks), default=0)
 
     @property
+    def failed(self) -> bool:
+        """A node has said so. A silent one is no failure: its agent may have been stopped, or the link to it cut."""
+        return any(node.bye is not None and not node.went_well for node in self.nodes.values())
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """It failed, and no launch was ended by a signal."""
+        return self.failed and all(node.signal is None for node in self.nodes.values())
+
+    @property
     def down_nodes(self) -> list[str]:
         """Nodes that the scheduler has lost, as it calls them."""
         return sorted(

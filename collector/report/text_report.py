@@ -209,18 +209,17 @@ _SCREEN = 20
 """Lines of a text of which a terminal of 24 lines shows all."""
 
 
-def answer_again(report: RunReport, text: str, *, width: int = 80, color: bool = False) -> str:
-    """The verdict, its cause and the first next step, for the end of a `text` that has scrolled its beginning away; ""
-    if it has not."""
+def with_answer(report: RunReport, text: str, *, width: int = 80, color: bool = False) -> str:
+    """The text, and once more the verdict, its cause and the first next step, if it has scrolled its beginning away."""
     if text.count("\n", text.find("VERDICT")) < _SCREEN:
-        return ""
+        return text
     console = TextConsole(width, color=color)
     _headline(console, report.verdict, report.how_sure)
     for line in report.verdict.next[:1]:
         console.print(WrappedText(Text(line.splitlines()[0]), "Next: "))
         for more in line.splitlines()[1:]:
             console.print(Text(f"      {more}"), soft_wrap=True)
-    return console.text()
+    return f"{text}\n\n{console.text()}"
 
 
 def verdict_text(verdict: Verdict, *, width: int = 80, color: bool = False) -> str:

@@ -310,7 +310,7 @@ def test_schedulers_words_stay_in_their_modules():
     }
     may |= {"launcher/options.py"}  # `gpuwatch check --slurm`
     may |= {"core/known_job_errors.py", "collector/facts/log_lines.py"}  # lines of a log, as SLURM prints them
-    may |= {"collector/facts/log_facts.py", "collector/decide/log_verdict.py"}
+    may |= {"collector/facts/log_reader.py", "collector/facts/log_traceback.py", "collector/decide/log_verdict.py"}
     words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")
     paths = [path for room in ("core", "launcher", "collector") for path in modules(room)]
     told = {

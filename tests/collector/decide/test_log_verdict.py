@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.explain_log import explain_log
 from gpuwatch.collector.decide.log_verdict import log_verdict
-from gpuwatch.collector.facts.log_facts import facts_of_logs
 from gpuwatch.collector.facts.log_lines import log_lines
+from gpuwatch.collector.facts.log_reader import facts_of_logs
 from gpuwatch.core.known_errors import explain
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,7 +3,6 @@
 NCCL's watchdog ends a process so: from a thread that has no Python, once the main thread has stood still for long.
 """
 
-import ctypes
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from standing_still import abort_when_still, wait_until_still
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,27 +25,17 @@ def elsewhere():
     time.sleep(3600)
 
 
-def watchdog(thread, still_s):
-    since, before = time.monotonic(), None
-    while time.monotonic() - since < still_s:
-        time.sleep(0.1)
-        frame = sys._current_frames()[thread]
-        if (id(frame), frame.f_lasti) != before:
-            since, before = time.monotonic(), (id(frame), frame.f_lasti)
-    if still_s == ASKED_S:
-        print("stands still", flush=True)
-        return
-    library, number = ctypes.CDLL(None), ctypes.c_ulong()
-    library.pthread_create(ctypes.byref(number), None, ctypes.cast(library.abort, ctypes.c_void_p), None)
-    time.sleep(3600)
+def say_when_still(thread, seconds):
+    wait_until_still(thread, seconds)
+    print("stands still", flush=True)
 
 
 def leave_or_wait(rank, how):
     if rank == 1:
         elsewhere()
     if how != "timeout":
-        still_s = ASKED_S if how == "nothing" else STILL_S
-        threading.Thread(target=watchdog, args=(threading.get_ident(), still_s), daemon=True).start()
+        then, still_s = (say_when_still, ASKED_S) if how == "nothing" else (abort_when_still, STILL_S)
+        threading.Thread(target=then, args=(threading.get_ident(), still_s), daemon=True).start()
 
 
 def main(how):

@@ -1,4 +1,4 @@
-"""A rank of a job that ends badly: `job.py HOW GUILTY`. What each HOW is, and whom it blames: ends.py."""
+"""A rank of a job that ends badly: `bad_ends.py HOW GUILTY`. The HOWs, and whom each blames: tests/ends/ends.py."""
 
 import ctypes
 import mmap
@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from standing_still import abort_when_still
 from torch import nn
 
 HOW, GUILTY = sys.argv[1], int(sys.argv[2])
@@ -29,19 +30,6 @@ def elsewhere():
 def compute():
     while True:
         torch.ones(64, 64) @ torch.ones(64, 64)
-
-
-def watchdog(thread):
-    """As NCCL's: a thread without Python aborts the process once its main thread has stood still."""
-    since, before = time.monotonic(), None
-    while time.monotonic() - since < STILL_S:
-        time.sleep(0.1)
-        frame = sys._current_frames()[thread]
-        if (id(frame), frame.f_lasti) != before:
-            since, before = time.monotonic(), (id(frame), frame.f_lasti)
-    library, number = ctypes.CDLL(None), ctypes.c_ulong()
-    library.pthread_create(ctypes.byref(number), None, ctypes.cast(library.abort, ctypes.c_void_p), None)
-    time.sleep(3600)
 
 
 def fatal(name):
@@ -78,7 +66,7 @@ def misbehave(mine):
     if HOW in ("computes", "abort, computes") and mine:
         compute()
     if HOW.startswith("abort") and not mine:
-        threading.Thread(target=watchdog, args=(threading.get_ident(),), daemon=True).start()
+        threading.Thread(target=abort_when_still, args=(threading.get_ident(), STILL_S), daemon=True).start()
     if HOW == "stopped" and mine:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HOW == "skips all_reduce" and not mine:
