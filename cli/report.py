@@ -120,14 +120,15 @@ def expect_rank(rank: int, known: list[int]) -> None:
 @contextmanager
 def facts_of(run: Path) -> Iterator[RunFacts]:
     """All that the store of a run says. Raises UsageError if there is no store."""
-    from ..collector.finish import fold_store
+    from ..collector.finish import fold_run
     from ..collector.run_files import RunPaths
     from ..collector.store import RunStore
 
     if run.is_file():
         raise UsageError(Code.NO_STORE, f"expected a run with its store, found the spool file {run}")
-    with closing(RunStore(RunPaths(run).store)) as store:
-        yield fold_store(store).facts([])
+    paths = RunPaths(run)
+    with closing(RunStore(paths.store)) as store:
+        yield fold_run(store, paths).facts([])
 
 
 # The report.
@@ -180,6 +181,7 @@ def report(
     path = found[0]
     rank = one_rank(choice, path)
     is_spool = path.is_file()
+    again = again or (not is_spool and _may_have_more(RunPaths(path)))
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
     if rank is not None:
         expect_rank(rank, [entry.rank for entry in report.ranks])
@@ -238,6 +240,13 @@ def is_open(path: Path) -> bool:
     with suppress(GpuwatchError):
         return read_viewer_keys(path) is not None
     return False
+
+
+def _may_have_more(paths: RunPaths) -> bool:
+    """Whether the report made again may know of more nodes."""
+    from ..collector.left_spools import has_new_spools
+
+    return paths.store.exists() and has_new_spools(paths)
 
 
 def _made(found: list[Path], rank: int | None, *, merge: bool) -> RunReport:

@@ -23,6 +23,7 @@ from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
+from .left_spools import add_left_spools
 from .report.model import EarlierLife, RunReport, to_json
 from .report.text_report import render_text, with_answer
 from .run_files import (
@@ -46,7 +47,14 @@ def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | Non
     Raises GpuwatchError when there is no store to make it from.
     """
     with closing(RunStore(paths.store)) as store:
-        return build(store, paths.run_id, rank=rank, batch=batch)
+        return build(store, paths.run_id, fold_run(store, paths), rank=rank, batch=batch)
+
+
+def fold_run(store: RunStore, paths: RunPaths) -> FactFold:
+    """Fold all that is known of a run: its store, and what nodes have left beside it that the store lacks."""
+    folded = fold_store(store)
+    add_left_spools(folded, paths.folder.parent)
+    return folded
 
 
 def fold_store(store: RunStore) -> FactFold:

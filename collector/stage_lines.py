@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..core.events import PreflightBegan, PreflightResult, PreflightStage
 from ..core.wire.messages import AgentBody, AgentHello, EventMessage
 from ..core.wire.pipe import PreflightOver, StageLine
+from .decide.missing_nodes import unheard_hosts
 from .decide.preflight_verdict import finding_line, findings_of, seconds_of, stage_order, worst
 from .facts.facts import RankFacts
 from .facts.fold import FactFold
@@ -106,7 +107,7 @@ class StageLines:
         grade = worst(["ok", *(finding.grade for finding in findings), *failed])
         if facts.check_only or any(result.stops for result in results) or outcomes == {"skipped"}:
             return PreflightOver(grade)
-        ranks, nodes = counted(self._expected, "rank"), counted(len(facts.hellos), "node")
+        ranks, nodes = counted(self._expected, "rank"), counted(len(facts.hellos) + len(unheard_hosts(facts)), "node")
         noted = f", with {counted(len(findings), 'finding')}" if findings else ""
         if grade == "fail":
             noted = ", failed, and training starts anyway"

@@ -954,6 +954,16 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     """The scheduler's command that reported it: `sinfo`."""
 
 
+class AttemptNodes(msgspec.Struct, frozen=True, tag="attempt_nodes"):
+    """All nodes of an attempt, as their launches have told each other in torchrun's store: of two and more."""
+
+    attempt: int
+    name: str
+    """Drawn anew for each attempt, and the same on all its nodes: no other job has it."""
+    hosts: list[str]
+    """By node rank."""
+
+
 class GpuXid(msgspec.Struct, frozen=True, tag="xid"):
     """The driver reported an XID of a GPU. NVML has no history, so these are only the XIDs since the run began."""
 
@@ -1035,6 +1045,7 @@ Event = (
     | StepTimes
     | LimitForecast
     | NodeSignal
+    | AttemptNodes
     | GpuXid
     | GpuCounters
     | GpuHealth

@@ -137,8 +137,8 @@ class RankListener(Protocol):
     def saw_overflow(self) -> bool:
         """Whether a rank of this node has recorded one."""
 
-    def started(self, attempt: int, pids: dict[int, int]) -> None:
-        """The ranks of an attempt were started: rank -> process id."""
+    def started(self, settings: WorkerSettings, pids: dict[int, int]) -> None:
+        """The ranks of an attempt were started with these settings: rank -> process id."""
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """They have ended: rank -> exit code, and the ranks that failed first."""
@@ -184,7 +184,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         self._gpuwatch_running = True
         self._gpuwatch_told_to_stop = False
         self._gpuwatch_was_looked_at = False
-        self._gpuwatch_listener.started(self._gpuwatch_attempt, {ranks[local]: pid for local, pid in pids.items()})
+        self._gpuwatch_listener.started(settings, {ranks[local]: pid for local, pid in pids.items()})
         return pids
 
     def _gpuwatch_agree(self, worker_group: Any) -> WorkerSettings:

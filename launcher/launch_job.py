@@ -254,7 +254,7 @@ class TorchrunRanks(RankStarter):
 
     # -- what torchrun's agent tells and asks ---------------------------------------------------------------------
 
-    def started(self, attempt: int, pids: dict[int, int]) -> None:
+    def started(self, settings: WorkerSettings, pids: dict[int, int]) -> None:
         """The ranks of this node run."""
         self.any_started = True
         self.attempt_is_over.clear()
@@ -265,7 +265,7 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
         self._ranks += self._unseen
-        self._life.send(WorkersStarted(attempt, pids))
+        self._life.send(WorkersStarted(settings.attempt, pids, settings.round, settings.node_hosts))
 
     def is_waited_for(self, attempt: int, running: list[int]) -> bool:
         """One has failed, for which torchrun ends the others: whether it waits, as one looks into its own overflow."""

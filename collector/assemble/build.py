@@ -254,6 +254,7 @@ def _nodes(facts: RunFacts, attempt: int) -> list[model.NodeReport]:
                 clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
                 gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
                 xids=[event for event in node.gpu_events if isinstance(event, GpuXid)],
+                spool=node.spool,
             )
         )
     return sorted(reports, key=lambda node: node.ranks)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
-from ...core.verdicts import Certainty, NodeBlame
+from ...core.verdicts import Certainty, NodeBlame, VerdictKind
 from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
@@ -19,6 +19,7 @@ from .abort_verdict import abort_verdict, missed_init_verdict
 from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .hang_verdict import ended_verdict, hang_verdict
+from .missing_nodes import unheard_nodes
 from .overflow_verdict import overflow_verdict
 from .preflight_verdict import check_verdict, findings_of, preflight_verdict
 
@@ -41,8 +42,8 @@ def decide(facts: RunFacts) -> Verdict:
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return _with_drain(facts, _with_gpu(facts, _less_sure(facts, verdict)))
-    return clean_verdict(facts)
+            return _with_drain(facts, _with_gpu(facts, _without_nodes(facts, _less_sure(facts, verdict))))
+    return _without_nodes(facts, clean_verdict(facts))
 
 
 def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
@@ -51,6 +52,16 @@ def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
     if not lost or verdict.certainty != Certainty.ESTABLISHED:
         return verdict
     return replace(verdict, certainty=Certainty.SUPPORTED, evidence=[*verdict.evidence, *lost])
+
+
+def _without_nodes(facts: RunFacts, verdict: Verdict) -> Verdict:
+    """A node of which nothing has come may have been the first. The preflight has heard it, as ranks meet in a store."""
+    lines, steps = unheard_nodes(facts)
+    if not lines or verdict.kind == VerdictKind.PREFLIGHT:
+        return verdict
+    certainty = Certainty.SUPPORTED if verdict.certainty == Certainty.ESTABLISHED else verdict.certainty
+    lines = [line for line in lines if line not in verdict.evidence]
+    return replace(verdict, certainty=certainty, evidence=[*verdict.evidence, *lines], next=[*steps, *verdict.next])
 
 
 # A rank's GPU during the run: its error counters since the preflight, and the driver's XIDs.

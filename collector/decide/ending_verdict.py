@@ -15,7 +15,7 @@ from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
-from .missing_nodes import waited_for_nodes
+from .missing_nodes import unheard_hosts, waited_for_nodes
 from .script_cause import cause_of_crash
 from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
@@ -154,6 +154,7 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
         next=[
             "Look at the ranks that are not among these: one of them, or the link to it, failed first."
             if len(victims) < max(facts.announced_ranks, len(facts.of_attempt(facts.last_attempt)))
+            or unheard_hosts(facts)
             else "No rank ended for a reason of its own: compare what they raised, and test the links: gpuwatch check."
         ],
         cascade=[CascadedRank(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],

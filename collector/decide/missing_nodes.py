@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
+from ...core.text import joined
 from ...core.wire.messages import AgentHello
+from ...core.wire.spool import SUFFIX
 from ..facts.facts import RunFacts
 from ..report.sentence_parts import grouped
 
@@ -28,6 +31,31 @@ def waited_for_nodes(facts: RunFacts) -> tuple[str, list[str]]:
     """(a sentence for the end of a statement, what to do); nothing if no node was missing."""
     missing = missing_nodes(facts)
     return (f" It waited for {missing}.", [_LOOK_FOR_THEM]) if missing else ("", [])
+
+
+_MOST_HOSTS = 4
+
+
+def unheard_hosts(facts: RunFacts) -> list[str]:
+    """Hosts of the last attempt's nodes of which nothing has come here, as a blocked port makes them."""
+    attempt = facts.attempts.get(facts.last_attempt)
+    heard = Counter(hello.host for hello in facts.hellos)
+    return sorted((Counter(attempt.hosts) - heard).elements()) if attempt is not None else []
+
+
+def unheard_nodes(facts: RunFacts) -> tuple[list[str], list[str]]:
+    """(a line of evidence, what to do) about the nodes that ran, and of which nothing has come here."""
+    hosts = unheard_hosts(facts)
+    if not hosts:
+        return [], []
+    more = [f"{len(hosts) - _MOST_HOSTS} more nodes"] if len(hosts) > _MOST_HOSTS else []
+    who, one = joined([*hosts[:_MOST_HOSTS], *more]), len(hosts) == 1
+    line = f"{who} {'was' if one else 'were'} never heard from: what {'its' if one else 'their'} ranks did is not here"
+    step = (
+        f"What {who} recorded is there in a {SUFFIX} file in --runs-dir, once that launch has ended. Copy it beside "
+        f"this run's folder if it is not there, then: {facts.report_command}"
+    )
+    return [line], [step]
 
 
 def unequal_nodes(facts: RunFacts) -> str:

@@ -13,9 +13,10 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
-from ..report.sentence_parts import ranks_text
+from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
 from .clean_verdict import doubts_about
+from .missing_nodes import unheard_nodes
 from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 
@@ -243,8 +244,12 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     """Lines about nodes and ranks that were never heard."""
     expected = max((hello.min_nodes for hello in facts.hellos), default=1)
     nodes, ranks = expected - len(facts.hellos), facts.announced_ranks - len(facts.of_attempt(attempt))
-    found = [f"{nodes} of {expected} nodes were never heard from"] if nodes > 0 else []
-    return [*found, f"{ranks} ranks were never heard from"] if ranks > 0 else found
+    found, _ = unheard_nodes(facts)
+    if not found and nodes > 0:
+        found = [f"{nodes} of {expected} nodes were never heard from"]
+    return (
+        [*found, f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} never heard from"] if ranks > 0 else found
+    )
 
 
 def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:

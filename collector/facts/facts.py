@@ -263,6 +263,8 @@ class NodeFacts:
     """The agent's start time -> the newest message since then; a restarted agent adds an entry."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""
+    spool: str = ""
+    """The file in the runs folder that its records were read from, as they had not reached the collector."""
     messages_lost: int = 0
     """The number of its messages that are missing, though later ones were received."""
 
@@ -290,6 +292,8 @@ class RunFacts:
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     processes: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     """Below `gpuwatch run`: processes that ran a module and are no rank. Keys as of ranks; see core/identity.py."""
+    attempts: dict[int, events.AttemptNodes] = field(default_factory=dict)
+    """By attempt: all its nodes, also those that were never heard. Of a job of several nodes."""
     undecodable_pages: int = 0
     unnamed_pages: int = 0
     """Pages that may hold an overflow, of whose names some were not received."""
@@ -371,9 +375,9 @@ class RunFacts:
 
     @property
     def announced_ranks(self) -> int:
-        """The number of ranks, from the nodes, or from the ranks if the nodes do not know it beforehand."""
+        """The number of ranks, as nodes and ranks know it: a node may not be heard, or not know it beforehand."""
         said = sum(hello.nproc for hello in self.hellos)
-        return said or max((rank.counts.world_size for rank in self.ranks.values()), default=0)
+        return max(said, *(rank.counts.world_size for rank in self.ranks.values()), 0)
 
     @property
     def starter(self) -> str:

@@ -115,13 +115,14 @@ class FactFold:
         self._told: set[tuple[int, int]] = set()
         """Ranks whose preflight result comes from their peers."""
 
-    def add(self, name: str, n: int, received: AgentBody) -> None:
-        """One message of an agent, by its number; 0 is not numbered."""
+    def add(self, name: str, n: int, received: AgentBody, *, spool: str = "") -> None:
+        """One message of an agent, by its number; 0 is not numbered. `spool`: the file that alone has it, by name."""
         agent = node_of(name)
         self._heard.add(name, n)
         is_columns = isinstance(received, PageMessage | RankHistoryMessage | NameDefinitions)
         body = received if is_columns else shown_body(received)
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
+        node.spool = node.spool or spool
         if isinstance(body, messages.AgentHello):
             node.hello = body
         elif isinstance(body, messages.NodeBye):
@@ -129,10 +130,11 @@ class FactFold:
         elif isinstance(body, NameDefinitions):
             self._names_of(body.attempt, body.rank).add(name, body.entries)
         elif isinstance(body, PageMessage):
-            self._take_page(name, n, body)
+            self._take_page(name, n, body, None if spool else self._load)
         elif isinstance(body, RankHistoryMessage):
             rank = _rank(self._facts, node_of(name), body.attempt, body.rank)
-            load, names = _loader(self._load_history, name, n, body), self._names_of(body.attempt, body.rank)
+            load = _loader(None if spool else self._load_history, name, n, body)
+            names = self._names_of(body.attempt, body.rank)
             rank.histories[body.root] = KeptHistory(load, names, self._cache, body.root)
         elif isinstance(body, messages.TelemetryMessage):
             known = node.telemetry.get(body.began_ns)
@@ -188,10 +190,10 @@ class FactFold:
             self._names[attempt, rank] = RankNames(self._cache.names)
         return self._names[attempt, rank]
 
-    def _take_page(self, name: str, n: int, message: PageMessage) -> None:
+    def _take_page(self, name: str, n: int, message: PageMessage, load: LoadPage | None) -> None:
         names = self._names_of(message.attempt, message.rank)
         try:
-            page = KeptPage(message, _loader(self._load, name, n, message), names, self._cache)
+            page = KeptPage(message, _loader(load, name, n, message), names, self._cache)
             if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
                 page.prepare()
         except Exception as error:  # bytes from the network: whatever is wrong with them, the report must be written
@@ -354,6 +356,9 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: messages.
     event = message.event
     if isinstance(event, events.NodeSignal):
         node.signal = event
+        return
+    if isinstance(event, events.AttemptNodes):
+        facts.attempts[event.attempt] = event
         return
     if isinstance(event, events.GpuXid | events.GpuCounters | events.GpuHealth):
         if event not in node.gpu_events:

@@ -480,6 +480,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Whether NVML watched its GPUs, and why not. The first is from before the training."""
     xids: list[GpuXid] = []
     """XIDs of all its GPUs, including those that no rank used."""
+    spool: str = ""
+    """The file in the runs folder that its records were read from, as they had not reached the collector; else ""."""
 
 
 GRADES = ("ok", "victim", "unknown", "warn", "fail")

@@ -64,9 +64,15 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
 
 
 def notice_lines(report: RunReport) -> list[str]:
-    """Skipped steps, waived and absorbed values, batches skipped or not kept: a line each."""
+    """Nodes read from spools, skipped steps, waived and absorbed values, batches skipped or not kept: a line each."""
     ranks = report.ranks
+    spools = [
+        f"what {node.host} recorded had not reached the collector, and was read from {node.spool}"
+        for node in report.nodes
+        if node.spool
+    ]
     notices = [
+        (Code.COLLECTOR_ENDED, spools),
         (Code.SCALER_SKIPS, _scaler(ranks)),
         (Code.VALUES_WAIVED, _waived(ranks)),
         (Code.VALUES_ABSORBED, _absorbed(ranks)),

@@ -26,6 +26,7 @@ JOIN_VARIABLE = "GPUWATCH_JOIN"
 """The file by which other hosts join the run (core/wire/keys.py). sitecustomize.py has it by this name, too."""
 _SETTINGS = "settings.json"
 _MEETING_KEY = "meeting.key"
+_UNANSWERED = "collector.unanswered"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 LATER_PROGRAMS = _PROCESS.format(pid="*-*")
@@ -72,6 +73,25 @@ def read_meeting_key(folder: Path) -> str:
     """ "" for none: the folder could not be written, and the values are not sealed."""
     with suppress_own(OSError):
         return (folder / _MEETING_KEY).read_text()
+    return ""
+
+
+def tell_unanswered(folder: Path, collector: str) -> None:
+    """This node's agent waits for the collector at this address. The folder may be full."""
+    with suppress_own(OSError):
+        write_whole(folder / _UNANSWERED, collector.encode())
+
+
+def tell_answered(folder: Path) -> None:
+    """The collector has taken this node into its run."""
+    with suppress_own(OSError):
+        (folder / _UNANSWERED).unlink(missing_ok=True)
+
+
+def unanswered(folder: Path) -> str:
+    """The address of the collector that this node's agent has not reached yet; "" if it has, or there is none."""
+    with suppress_own(OSError):
+        return (folder / _UNANSWERED).read_text()
     return ""
 
 

@@ -47,6 +47,9 @@ class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
     attempt: int
     pids: dict[int, int]
     """rank -> pid"""
+    name: str = ""
+    """This and the next are for AttemptNodes: the attempt's, and the hosts of all its nodes."""
+    hosts: list[str] = []
 
 
 class LastLook(msgspec.Struct, frozen=True):

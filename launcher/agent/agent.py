@@ -31,6 +31,7 @@ from ...core import host
 from ...core.errors import Code, ExitCode, GpuwatchError
 from ...core.events import (
     Anomaly,
+    AttemptNodes,
     Event,
     GpuCounters,
     GpuHealth,
@@ -52,6 +53,8 @@ from ...core.recorder.run_folder import (
     keep_rescued,
     pid_of_file,
     remove_scratch,
+    tell_answered,
+    tell_unanswered,
 )
 from ...core.text import command_for, from_json
 from ...core.verdicts import VerdictKind
@@ -126,6 +129,8 @@ class NodeAgentLoop:
         self._worst = ExitCode.CLEAN
         self._last_waiting = 0.0
         self._hello = replace(config.hello, agent=self._id, host=host.host_name(), cwd=str(Path.cwd()))
+        if config.collector and not self._hello.run:
+            tell_unanswered(self._folder, config.collector)
         self._put(self._hello)
         for spool in self._spools()[:-1]:
             with suppress(GpuwatchError):
@@ -136,11 +141,13 @@ class NodeAgentLoop:
     def _is_only_there(self, body: messages.AgentBody) -> bool:
         """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
 
-        That is what it has seen of the GPUs and of the node, and the ranks whose recorders were freed.
+        That is what it knows of the attempts, of the GPUs and of the node, and the ranks whose recorders were freed.
         """
         if isinstance(body, messages.TelemetryMessage):
             return True
-        if isinstance(body, messages.EventMessage) and isinstance(body.event, GpuXid | GpuCounters | GpuHealth):
+        if isinstance(body, messages.EventMessage) and isinstance(
+            body.event, AttemptNodes | GpuXid | GpuCounters | GpuHealth
+        ):
             return True
         ranks = messages.ranks_of(body)
         if isinstance(body, messages.EventMessage) and isinstance(body.event, WorkerExit):
@@ -231,6 +238,8 @@ class NodeAgentLoop:
         """A line of the launch's pipe."""
         message: pipe.ToAgent = from_json(line, pipe.ToAgent)
         if isinstance(message, pipe.WorkersStarted):
+            if len(message.hosts) > 1:
+                self._put(messages.EventMessage(AttemptNodes(message.attempt, message.name, message.hosts)))
             # a job that restarts often would fill the memory with recorders that were read
             for key, watch in list(self._ranks.items()):
                 if watch.attempt < message.attempt - KEPT_ATTEMPTS and watch.ended:
@@ -398,6 +407,7 @@ class NodeAgentLoop:
 
     def _hear_collector(self, message: messages.CollectorMessage, now: float) -> None:
         if isinstance(message, messages.RunWelcome):
+            tell_answered(self._folder)
             self._tell(pipe.NodeWelcomed(message.run_id))
             self.outbox.change_first(replace(self._hello, run=message.run_id))
         elif isinstance(message, messages.WantedBatch):
@@ -436,6 +446,7 @@ class NodeAgentLoop:
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)
         kept = f"; this node's records are in {spool}, read them with: {command_for(spool)}" if spool else ""
+        kept += "; the report of the job's run has them, too, if it is made again beside that file" if spool else ""
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)

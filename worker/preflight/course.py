@@ -25,7 +25,7 @@ from ...core.events import (
 from ...core.host import host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import Grade, PreflightFinding
-from ...core.recorder.run_folder import read_meeting_key
+from ...core.recorder.run_folder import read_meeting_key, unanswered
 from ...core.settings import WorkerSettings
 from .blame.conclude import StepReports, conclude_softly, foreign_finding
 from .blame.group_blame import failure
@@ -50,6 +50,9 @@ STORE_S = 20.0
 FAREWELL_S = 5.0
 """Time for all ranks to learn of a failure. The first rank that leaves makes torchrun stop, and its store with it."""
 _FAREWELL = "farewell"
+_ANSWER_S = 10.0
+"""How long a node waits for the collector's answer. It has had the ranks' own start as well."""
+_TICK_S = 0.05
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
@@ -184,7 +187,23 @@ class PreflightRun:
         here = RankAttendance(
             facts.host, facts.node, self._me.local_rank, self._me.local_world_size, facts.device, facts.uuid
         )
-        return RankStepReport(attendance=here, findings=inventory.findings)
+        return RankStepReport(attendance=here, findings=[*inventory.findings, *self._unanswered()])
+
+    def _unanswered(self) -> list[PreflightFinding]:
+        """A node whose records do not reach the collector; its first rank says so. The others hear it in the store."""
+        folder, deadline = Path(self._settings.recorder_dir), time.monotonic() + _ANSWER_S
+        while (there := unanswered(folder)) and self._me.local_rank == 0 and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        if not there or self._me.local_rank != 0:
+            return []
+        host = self._parts.facts.host or host_name()
+        sentence = f"{host} gets no answer from gpuwatch's collector at {there}: the report will lack its ranks"
+        next_ = (
+            f"Let {host} reach that port, or pass --collector-port PORT with one that it reaches. What it records is "
+            "kept there in a .spool file in --runs-dir."
+        )
+        code = Code.COLLECTOR_ENDED
+        return [PreflightFinding("arrive", "warn", "node", [self._me.rank], [host], sentence, next_, code=code)]
 
     def _members(self, step: str, before: StepConclusion) -> list[int]:
         """The ranks of the process group that this rank joins; [] if it joins none."""

@@ -280,7 +280,7 @@ def test_a_sum_is_the_same_on_all_ranks(make):
 def test_a_sum_over_ranks_of_which_one_was_not_seen_is_unknown(make):
     verdict = judge(make, reduced(make, 0, got=make.INF), nproc=2)
     assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "unknown")
-    assert any("1 ranks were never heard from" in line for line in verdict.evidence)
+    assert any("1 rank was never heard from" in line for line in verdict.evidence)
 
 
 def test_a_sum_over_ranks_of_which_one_has_shown_no_gradient_is_unknown(make):

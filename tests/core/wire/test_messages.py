@@ -128,6 +128,7 @@ EVENTS = [
         [records.ThreadSeen("loader", "S", "pipe_read", "read", "data.py:7 in load")],
     ),
     records.NodeSignal(15, 12),
+    records.AttemptNodes(1, "3f1c0a77b2de-1", ["n0", "n1"]),
     records.GpuXid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
     records.GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
     records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),

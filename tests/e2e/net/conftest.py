@@ -69,7 +69,9 @@ class Job:
     began: float = field(default_factory=time.monotonic)
     processes: dict[Node, subprocess.Popen[str]] = field(default_factory=dict)
 
-    def start(self, node: Node, command: str, *options: str, script: str = "", **environment: str) -> None:
+    def start(
+        self, node: Node, command: str, *options: str, script: str = "", args: tuple[str, ...] = (), **environment: str
+    ) -> None:
         count = len(self.network.nodes)
         head = self.network.nodes[0].address
         if self.static:
@@ -77,7 +79,7 @@ class Job:
         else:
             meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", "a job"]
         where = ["--nnodes", str(count), "--nproc-per-node", "1", *meet]
-        last = [self.bench.script(script)] if script else []
+        last = [self.bench.script(script), *args] if script else []
         self.processes[node] = subprocess.Popen(
             node.inside([sys.executable, "-m", "gpuwatch.cli.main", command, *where, *options, *last]),
             cwd=self.bench.cwd,

@@ -116,6 +116,12 @@ class Network:
         self._lose(f"ip saddr {a.address} ip daddr {b.address}{spared}")
         self._lose(f"ip saddr {b.address} ip daddr {a.address}{spared}")
 
+    def block(self, a: Node, b: Node, port: int) -> None:
+        """Silently drop what these two send to this port of the other, or from it."""
+        for source, target in ((a, b), (b, a)):
+            for side in ("sport", "dport"):
+                self._lose(f"ip saddr {source.address} ip daddr {target.address} tcp {side} {port}")
+
     def slow(self, a: Node, b: Node, rate: str = "1gbit", delay: str = "") -> None:
         """Between these two, packets pass at this rate at most and, where the kernel can, later by `delay`."""
         for source, target in ((a, b), (b, a)):
