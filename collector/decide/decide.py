@@ -55,7 +55,7 @@ def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
 
 
 def _without_nodes(facts: RunFacts, verdict: Verdict) -> Verdict:
-    """A node of which nothing has come may have been the first. The preflight has heard it, as ranks meet in a store."""
+    """A node of which nothing has come may have been the first. The preflight has heard it: ranks meet in a store."""
     lines, steps = unheard_nodes(facts)
     if not lines or verdict.kind == VerdictKind.PREFLIGHT:
         return verdict
