@@ -18,6 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..core.errors import Code, UsageError
 from ..core.guest.tell import say
@@ -48,8 +49,18 @@ def read_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
 
 
 def read_task(environ: Mapping[str, str]) -> SchedulerFacts | None:
-    """The same for a command of which each task is one process: mpirun may run inside of a scheduler's job."""
-    return read_mpi_job(environ) or read_job(environ)
+    """The same for a command of which each task is one process.
+
+    mpirun, or a script that starts each rank itself, may run inside of a scheduler's job.
+    """
+    if (found := read_mpi_job(environ)) is not None:
+        return found
+    job, by_hand = read_job(environ), _read_ranks_by_hand(environ)
+    if job is None or by_hand is None:
+        return job or by_hand
+    if job.scheduler is None:
+        return job if job.nodes is not None and job.nodes[1] > 1 else by_hand
+    return job if job.in_step else replace(job, tasks_here=by_hand.tasks_here)
 
 
 def variables(job: SchedulerFacts, fact: str) -> str:
@@ -90,6 +101,34 @@ def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
         tasks_per_node=here,
         tasks_here=here,
     )
+
+
+# What a script sets that starts each rank of one host by itself, as torch's manual has it for init_method="env://".
+
+_BY_HAND = {
+    "size": whole(("WORLD_SIZE",)),
+    "rank": whole(("RANK",)),
+    "tasks_here": whole(("LOCAL_WORLD_SIZE",)),
+    "head": JobVariable(("MASTER_ADDR",)),
+    "port": port(("MASTER_PORT",)),
+}
+_KUBERNETES = "KUBERNETES_SERVICE_HOST"
+"""Each pod has it. There RANK may be the pod's own, and MASTER_ADDR `localhost` in the first one alone."""
+
+
+def _read_ranks_by_hand(environ: Mapping[str, str]) -> SchedulerFacts | None:
+    """The job whose ranks are all of this host, one task each; None if the variables do not say so."""
+    try:
+        facts = read_facts(_BY_HAND, environ)
+    except UsageError:  # another program's variable of that name
+        return None
+    size, rank, here, head = facts["size"] or 0, facts["rank"], facts["tasks_here"], facts["head"]
+    if here is None and head in ("localhost", "127.0.0.1", "::1") and _KUBERNETES not in environ:
+        here = size
+    if size < 2 or here != size or rank is None or rank >= size or not head or not facts["port"]:
+        return None
+    place = f"{head}:{facts['port']}"
+    return SchedulerFacts(None, nodes=(1, 1), node_rank=0, rdzv_id=place, tasks_per_node=size, tasks_here=size)
 
 
 _NAME_WAIT_S = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import threading
 import time
@@ -49,6 +50,7 @@ def run(arguments: list[str]) -> int:
         say(coded(f"{args.command[0]}: {problem[0]}", Code.NO_SCRIPT))
         return problem[1]
     job = read_task(os.environ)
+    _expect_all_hosts(args, job)
     plan = run_plan(args, job)
     if args.other_hosts:
         plan = open_plan(args, plan)
@@ -70,6 +72,18 @@ def run(arguments: list[str]) -> int:
     finally:
         if tasks is not None:
             tasks.close()
+
+
+def _expect_all_hosts(args: argparse.Namespace, job: SchedulerFacts | None) -> None:
+    """What srun starts on other hosts is not below this command. Raises UsageError."""
+    several = job is not None and job.nodes is not None and job.nodes[1] > 1
+    if Path(args.command[0]).name == "srun" and several and not args.other_hosts:
+        rest = shlex.join(args.command[1:])
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            f"expected srun in front of gpuwatch run, found it behind: only the ranks of this host would be watched; "
+            f"write srun OPTIONS gpuwatch run -- COMMAND for srun {rest}, or pass --other-hosts",
+        )
 
 
 def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: CollectorPlan) -> HostTasks | None:
@@ -148,7 +162,7 @@ class CommandRanks(RankStarter):
         if tasks is not None:
             tasks.share_scratch(self._scratch)
             tasks.say(TaskCommand(command.pid))
-        while (code := command.turn()) is None or (tasks is not None and not tasks.all_ended()):
+        while (code := command.turn()) is None or (tasks is not None and not tasks.all_ended(self._ranks.number)):
             self._ranks.poll(self._codes)
             self._stop_after_failure()
         self._ranks.last_look(self._codes)

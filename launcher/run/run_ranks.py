@@ -144,6 +144,11 @@ class HostRanks:
         """Whether there was any."""
         return bool(self._ranks)
 
+    @property
+    def number(self) -> int:
+        """How many ranks there were, each once."""
+        return len({rank.rank for rank in self._ranks.values() if is_rank(rank.rank)})
+
     def poll(self, own_codes: dict[int, int | None]) -> None:
         """Find new ranks, and ended ones. `own_codes`: the commands' exit codes by pid; None for one that runs."""
         if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):

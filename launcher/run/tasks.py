@@ -99,6 +99,12 @@ class HostTasks:
         except OSError as error:
             raise NoFolder(Code.NOT_WRITABLE, str(error)) from error
         self.is_owner = _lock(self._owner)
+        if not self.is_owner and self.verdict() is not None:  # an earlier job of this name, which is about to leave
+            os.close(self._mine)
+            os.close(self._owner)
+            (self._folder / f".{self._mine_name}").unlink(missing_ok=True)
+            time.sleep(_LOOK_S)
+            return False
         fcntl.flock(self._mine, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):  # whoever sees a task's file sees it locked, or its task has ended
             (self._folder / f".{self._path_of_mine.name}").rename(self._path_of_mine)
@@ -154,13 +160,16 @@ class HostTasks:
         """The other tasks' commands: exit codes by process id, None for one of which its task will tell."""
         return {task.pid: task.code for task, lives in self._heard() if task.pid and (lives or task.code is not None)}
 
-    def all_ended(self) -> bool:
-        """Whether every other task has started and its command has ended, or it was killed."""
+    def all_ended(self, num_ranks: int = 0) -> bool:
+        """Whether every other task has started and its command has ended, or it was killed.
+
+        `num_ranks`: how many ranks this host has had. With one for each task, none is still to come.
+        """
         heard = self._heard()
         if any(task.code is None and lives for task, lives in heard):
             self._ended_s = None
             return False
-        if len(heard) >= self._number - 1:
+        if max(len(heard) + 1, num_ranks) >= self._number:
             return True
         self._ended_s = self._ended_s or time.monotonic()
         return time.monotonic() - self._ended_s > _COME_S

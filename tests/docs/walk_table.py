@@ -88,6 +88,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/frameworks.md", "GPUWATCH_CHECKOUTS=*", FRAMEWORK),
     ("docs/frameworks.md", "gpuwatch run --other-hosts *", FRAMEWORK),
     ("docs/frameworks.md", "ray.init*", FRAMEWORK),
+    ("docs/frameworks.md", "RANK=*", "needs a script of the reader's: tests/e2e/test_run_by_hand.py runs it"),
     ("docs/gpu.md", "*", GPU),
     ("docs/hangs.md", "gpuwatch: Rank 1 on gpu-2 *", SCRIPT),
     ("docs/hangs.md", "its host gpu-2 *", GPU),

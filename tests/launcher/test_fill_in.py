@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.fill_in import fill_in, given_options, read_job
+from gpuwatch.launcher.fill_in import fill_in, given_options, read_job, read_task
 from gpuwatch.launcher.options import get_check_parser, get_parser
 from gpuwatch.launcher.plan import make_plan
 
@@ -242,3 +242,42 @@ def test_a_whole_command_line_of_torchrun_means_what_it_means_there(line):
 
 def test_one_node_of_plain_variables_is_as_without_them():
     assert changed("", {"NNODES": "1", "MASTER_ADDR": "head", "NODE_RANK": "0"}) == {"nnodes": "1"}
+
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "here"),
+    [
+        (BY_HAND, 2),
+        ({**BY_HAND, "MASTER_ADDR": "127.0.0.1"}, 2),
+        ({**BY_HAND, "MASTER_ADDR": "gpu-007", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({**BY_HAND, "NNODES": "1"}, 2),
+        ({**BATCH, **BY_HAND}, 2),
+        # not several ranks of this host, as far as the variables say
+        ({**BY_HAND, "MASTER_ADDR": "gpu-007"}, 1),
+        ({**BY_HAND, "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({**BY_HAND, "NNODES": "2"}, 1),
+        ({**BY_HAND, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1),
+        ({**BY_HAND, "WORLD_SIZE": "1", "RANK": "0"}, 1),
+        ({**BY_HAND, "RANK": "2"}, 1),
+        ({**BY_HAND, "RANK": "gold"}, 1),
+        ({**BY_HAND, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 1),
+        (without(BY_HAND, "MASTER_PORT"), 1),
+        (without(BY_HAND, "RANK"), 1),
+        ({**STEP, **BY_HAND}, 1),
+    ],
+)
+def test_ranks_that_a_script_starts_on_one_host_are_its_tasks(variables, here):
+    job = read_task(variables)
+
+    assert job is not None
+    assert job.tasks_here == here
+
+
+def test_jobs_of_one_host_are_told_apart_by_where_their_ranks_meet():
+    one, other = read_task(BY_HAND), read_task({**BY_HAND, "MASTER_PORT": "29512"})
+
+    assert one.rdzv_id != other.rdzv_id
+    assert read_task({**BY_HAND, "RANK": "0"}) == one

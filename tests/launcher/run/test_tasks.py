@@ -4,10 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.wire.pipe import JobResult
 from gpuwatch.launcher.run import tasks as module
 from gpuwatch.launcher.run.tasks import HostTasks
 
@@ -121,3 +125,38 @@ def test_without_any_name_the_command_runs_unwatched(places, monkeypatch):
         "have taken all names, such as"
     )
     assert ended.stderr == f"{said} {links[0]} [GW421]\n"
+
+
+def test_a_job_of_the_same_name_begins_when_the_one_before_has_left(places, monkeypatch):
+    monkeypatch.setattr(module.os, "getpid", lambda: 1)
+    before = HostTasks("a job", number=2)
+    before.share_verdict(JobResult(0, VerdictKind.CLEAN, "No overflow.", ""))
+    leaves = threading.Event()
+
+    def sleep(seconds):
+        leaves.set()
+        real_sleep(seconds)
+
+    real_sleep = time.sleep
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(module.os, "getpid", lambda: 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(HostTasks, "a job", number=2)
+        assert leaves.wait(60), "the second job did not wait for the first to leave"
+        assert not waiting.done()
+        before.close()
+        after = waiting.result(60)
+    assert after.is_owner
+    assert after.verdict() is None
+    after.close()
+    assert not [path for folder in places for path in folder.iterdir()]
+
+
+def test_none_is_to_come_where_each_task_has_had_its_rank(places, monkeypatch):
+    monkeypatch.setattr(module.os, "getpid", lambda: 1)
+    owner = HostTasks("a job", number=2)
+
+    assert not owner.all_ended()
+    assert not owner.all_ended(num_ranks=1)
+    assert owner.all_ended(num_ranks=2)
+    owner.close()
