@@ -56,13 +56,19 @@ class Training:
     def reached(self, where):
         """Returns once both ranks stand there: a pipe can be opened for writing only when somebody reads."""
         self._held = []
-        for gate in self._gates[where]:
-            until(lambda gate=gate: self._hold(gate), f"a rank opens {gate.name}")
+        for node in self.nodes:
+            self._held.append(self.gate(where, node))
 
-    def _hold(self, gate):
+    def gate(self, where, node):
+        """The gate of one node, once its rank stands there: closing it lets the rank go on."""
+        path, held = self._gates[where][node.number], []
+        until(lambda: self._hold(path, held), f"a rank opens {path.name}")
+        return held[0]
+
+    def _hold(self, gate, held):
         assert [process.poll() for process in self.job.processes.values()] == [None, None], "a launch has ended"
         try:
-            self._held.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+            held.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
         except OSError as error:
             assert error.errno == errno.ENXIO  # nobody reads yet
             return False
@@ -175,14 +181,39 @@ def test_a_node_that_is_cut_off_for_good_is_lost_and_nobody_else_is_blamed(train
     the_node_is_cut_off(training, 30)
 
 
-def the_node_is_cut_off(training, group_timeout_s):
+def stop(node):
+    """All that runs there stands still, as on a node that hangs: its connections stay open."""
+    for pid in node.pids():
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("before_init", [{}, {"GATE_BEFORE_INIT": "1"}])
+def test_a_node_that_stands_still_is_lost_and_told_while_the_others_wait(training, before_init):
     head, other = training.nodes
+    training.start(GROUP_TIMEOUT_S="90", **before_init)
+    training.reached("before")
+    stop(other)
+    training.go_on()
+    if not before_init:
+        gate = training.gate("after", head)
+        os.close(gate)
+    run = the_node_is_lost(training)
+
+    assert f"Node {other.host} (rank 1) has been silent for " in run.stderr
+
+
+def the_node_is_cut_off(training, group_timeout_s):
     training.start(GROUP_TIMEOUT_S=str(group_timeout_s))
     training.reached("before")
-    training.job.network.cut_off(other)
+    training.job.network.cut_off(training.nodes[1])
     training.go_on()
     training.reached("after")
     training.go_on()
+    the_node_is_lost(training)
+
+
+def the_node_is_lost(training):
+    head, other = training.nodes
     bench, processes = training.job.bench, training.job.processes
     run = bench.finish(processes[head])
 
@@ -196,3 +227,4 @@ def the_node_is_cut_off(training, group_timeout_s):
         os.kill(pid, signal.SIGKILL)
     processes[other].communicate()
     remove_stale()  # as the next launch on that node does
+    return run

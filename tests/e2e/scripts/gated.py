@@ -1,7 +1,8 @@
 """Trains under DDP, with batches in the middle that need no other rank, and a gate before and one after them.
 
 At a gate, a named pipe, it waits until somebody has opened it for writing and closed it again. In batch 4, one of those
-without communication, the numbers of rank 1 are too large for `widen`, if OVERFLOWS is set.
+without communication, the numbers of rank 1 are too large for `widen`, if OVERFLOWS is set. With GATE_BEFORE_INIT
+the first gate is before the process group is made.
 """
 
 import gc
@@ -20,11 +21,13 @@ BATCHES, ALONE, BAD = 9, range(3, 6), 4
 
 def main():
     before, after = (Path(path) for path in os.environ["GATES"].split(os.pathsep))
+    if "GATE_BEFORE_INIT" in os.environ:
+        before.read_text()
     dist.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ.get("GROUP_TIMEOUT_S", 1800))))
     model = nn.parallel.DistributedDataParallel(Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     for batch in range(BATCHES):
-        if batch == ALONE.start:
+        if batch == ALONE.start and "GATE_BEFORE_INIT" not in os.environ:
             before.read_text()
         if batch == ALONE.stop:
             after.read_text()
