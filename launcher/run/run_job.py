@@ -16,6 +16,7 @@ from ...core.errors import Code, UsageError, coded
 from ...core.guest.tell import say, tell
 from ...core.host import host_name, loopback
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
+from ...core.secrets import masked_text
 from ...core.settings import WorkerSettings
 from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
             "leave out one of them",
         )
     if problem := why_not_started(args.command[0]):
-        say(coded(f"{args.command[0]}: {problem[0]}", Code.NO_SCRIPT))
+        say(coded(f"{masked_text(args.command[0])}: {problem[0]}", Code.NO_SCRIPT))
         return problem[1]
     job = read_task(os.environ)
     plan = run_plan(args, job)
