@@ -17,6 +17,7 @@ from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
 from ..core.errors import Code, GpuwatchError, UsageError, coded
 from ..core.recorder.run_folder import runs_of_job
+from ..core.secrets import masked_command
 from ..launcher.saved_settings import saved_runs_dir
 from ..slurm.sbatch import JobTask, LocalSlurm
 from ..slurm.submission import (
@@ -82,6 +83,11 @@ def submit_job(arguments: list[str], verb: Verb) -> int:
     submission.runs_dir = submission.runs_dir or saved_runs_dir()
     bad_nodes = [node for run in submission.exclude_bad for node in _bad_nodes(run, submission)]
     script = render(batch_script(submission, verb, _program(submission), bad_nodes))
+    if masked_command(arguments) != arguments:
+        _say(
+            "the batch script has a token, key or password as it was typed, because the job needs it, and SLURM keeps "
+            "the script; a variable keeps it out: sbatch hands the variables of this shell on"
+        )
     if submission.print_only:
         click.echo(script, nl=False)
         return 0

@@ -28,6 +28,7 @@ from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import KEPT_ATTEMPTS, RUN_VARIABLE
+from ..core.secrets import masked_command
 from ..core.settings import WorkerSettings
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LastLook, LaunchDone, WorkersEnded, WorkersStarted
@@ -194,7 +195,7 @@ class TorchrunRanks(RankStarter):
                 life.start_agent(self._terms.agent_config(address, life.scratch), self._stop)
             if not self._args.check_only:
                 script = [self._args.training_script, *self._args.training_script_args]
-                say(f"running under torchrun: {shlex.join(script)}")
+                say(f"running under torchrun: {shlex.join(masked_command(script))}")
             else:
                 several = f" on each of {self._args.nnodes} nodes" if self._terms.plan.max_nodes > 1 else ""
                 say(f"checking {self._terms.nproc} rank{'s' if self._terms.nproc != 1 else ''}{several}")

@@ -22,6 +22,7 @@ from ..core import host
 from ..core.errors import Code, ExitCode, UsageError, coded
 from ..core.guest.tell import say
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
+from ..core.secrets import masked_command
 from ..core.text import plain_text
 from ..core.torch_names import notes_on
 from ..core.wire import pipe
@@ -107,6 +108,9 @@ class JobTerms:
             notify=tuple(args.notify or ()),
         )
 
+    def _shown_command(self) -> list[str]:
+        return masked_command(without_addresses(self.command, self.args.notify or []))
+
     def agent_config(self, address: str, scratch: Path) -> pipe.AgentConfig:
         """First line to the node agent; `address` is the collector's."""
         args, plan, keys = self.args, self.plan, self.keys
@@ -123,7 +127,7 @@ class JobTerms:
                 nproc=self.nproc,
                 min_nodes=plan.min_nodes,
                 max_nodes=plan.max_nodes,
-                command=[plain_text(word) for word in without_addresses(self.command, args.notify or [])],
+                command=[plain_text(word) for word in self._shown_command()],
                 versions=host.versions(),
                 rdzv_id=plan.job,
                 trace_batches=args.trace_batches,

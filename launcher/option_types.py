@@ -26,10 +26,12 @@ from ..core.errors import Code, UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.guest.own_imports import path_as_given
 from ..core.host import loopback
+from ..core.secrets import masked_text
 from ..core.settings import Watched
 from ..core.text import is_web_address, parse_amount, parse_seconds, parse_size
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_ADDRESS = re.compile(r"""https?://[^\s'"]+""")
 _NOTIFY_VARIABLE = "GPUWATCH_NOTIFY"
 _LEAST_TESTED = 1 << 10
 _LEAST_ALLOCATED = 1 << 20
@@ -43,7 +45,7 @@ def _form(what: str, is_right: Callable[[str], Any], value: Callable[[str], T]) 
 
     def parse(text: str) -> T:
         if not is_right(text):
-            raise argparse.ArgumentTypeError(f"expected {what}, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {what}, found {masked_text(text)!r}")
         return value(text)
 
     return parse
@@ -202,11 +204,11 @@ def notify_targets(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def without_addresses(command: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """A command line whose addresses of --notify are hidden: many of them are a secret."""
+    """A command line whose addresses of --notify are hidden, also those in a command: many of them are a secret."""
     found = [*command]
     for target in targets:
-        if is_web_address(target):
-            found = [word.replace(target, "...") for word in found]
+        for address in [target] if is_web_address(target) else _ADDRESS.findall(target):
+            found = [word.replace(address, "...") for word in found]
     return found
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from ..core.errors import Code, UsageError
 from ..core.host import host_name
+from ..core.secrets import masked_command, masked_text
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings, wrong_together
 from . import option_types as parsers
 from .option_types import torchrun_parser
@@ -222,7 +223,7 @@ class SentenceParser(argparse.ArgumentParser):
         code, (what, _, words) = Code.WRONG_VALUE, message.partition(": ")
         if what == "unrecognized arguments":
             option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
-            code = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY
+            code, message = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY, masked_text(message)
             close = get_close_matches(option, self._option_string_actions, n=1)
             message += f"; did you mean {self._option_string_actions[close[0]].option_strings[0]}?" if close else ""
         elif what == "the following arguments are required" and words.startswith("training_script"):
@@ -319,11 +320,11 @@ class _CheckParser(SentenceParser):
         if rest and not rest[0].startswith("-"):
             raise UsageError(
                 Code.ARGUMENT_TOO_MANY,
-                f"check runs no script, found {rest[0]!r}; to train after the same test: "
-                f"gpuwatch launch --preflight full [options] {shlex.join(rest)}",
+                f"check runs no script, found {masked_text(rest[0])!r}; to train after the same test: "
+                f"gpuwatch launch --preflight full [options] {shlex.join(masked_command(rest))}",
             )
         if rest:
-            self.error(f"unrecognized arguments: {shlex.join(rest)}")
+            self.error(f"unrecognized arguments: {shlex.join(masked_command(rest))}")
         for name in ("-m/--module", "--no-python", "--run-path"):
             if getattr(parsed, name.rpartition("--")[2].replace("-", "_")):
                 raise UsageError(

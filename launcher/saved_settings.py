@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import Code, UsageError
-from ..core.text import is_web_address, toml_of
+from ..core.secrets import masked_text
+from ..core.text import toml_of
+from .option_types import without_addresses
 
 RUNS_DIR = "gpuwatch-runs"
 SHOW = "--show-settings"
@@ -180,8 +182,11 @@ def _option(action: argparse.Action, written: Any, source: str, where: str) -> S
         raise UsageError(
             Code.SETTINGS_FILE, f"{where}: expected one of {', '.join(map(str, action.choices))}, found {values[0]!r}"
         )
-    text = ",".join("..." if is_web_address(word) else word for word in words)  # many an address is a secret
-    return SavedOption(values if repeats else values[0], text, source)
+    return SavedOption(values if repeats else values[0], ",".join(map(_without_secret, words)), source)
+
+
+def _without_secret(word: str) -> str:
+    return masked_text(without_addresses([word], [word])[0])
 
 
 def _table(
@@ -207,5 +212,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(str, value)) or "-"
+        return ",".join(_without_secret(str(word)) for word in value) or "-"
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

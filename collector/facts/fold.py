@@ -16,6 +16,7 @@ from ...core import events
 from ...core.events import split_label
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
+from ...core.secrets import masked_command
 from ...core.signal_errors import from_outside
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire import messages
@@ -93,6 +94,11 @@ def fold(stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str
     return folded.facts(lost_agents)
 
 
+def _masked(hello: messages.AgentHello) -> messages.AgentHello:
+    """An earlier release has sent and stored the command as it was typed."""
+    return msgspec.structs.replace(hello, command=masked_command(hello.command))
+
+
 class FactFold:
     """The facts from the messages received so far."""
 
@@ -124,7 +130,7 @@ class FactFold:
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
         node.spool = node.spool or spool
         if isinstance(body, messages.AgentHello):
-            node.hello = body
+            node.hello = _masked(body)
         elif isinstance(body, messages.NodeBye):
             node.bye = body
         elif isinstance(body, NameDefinitions):

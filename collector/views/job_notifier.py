@@ -24,6 +24,7 @@ import msgspec
 
 from ...core.errors import Code, coded
 from ...core.guest.threads import start_thread
+from ...core.secrets import masked_text
 from ...core.text import is_web_address
 
 _DEADLINE_S = 10.0
@@ -144,6 +145,8 @@ def _posted(address: str, data: bytes) -> tuple[str, bool]:
         with suppress(OSError):
             error.close()
         return f"it answered {error.code} {error.reason}", error.code in _MAY_PASS
+    except http.client.InvalidURL:
+        return "its address is none that can be asked", False  # the error quotes the address
     except (OSError, http.client.HTTPException, ValueError) as error:
         return str(getattr(error, "reason", error)) or type(error).__name__, not isinstance(error, ValueError)
 
@@ -166,4 +169,5 @@ def _handed_over(command: str, data: bytes) -> tuple[str, bool]:
     if ran.returncode == 0:
         return "", False
     last = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return f"the command ended with {ran.returncode}{': ' if last else ''}{''.join(last)[:200]}", ran.returncode == 75
+    said = masked_text("".join(last))[:200]
+    return f"the command ended with {ran.returncode}{': ' if last else ''}{said}", ran.returncode == 75

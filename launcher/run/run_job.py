@@ -17,6 +17,7 @@ from ...core.errors import Code, UsageError, coded
 from ...core.guest.tell import say, tell
 from ...core.host import host_name, loopback
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
+from ...core.secrets import masked_command, masked_text
 from ...core.settings import WorkerSettings
 from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
             "leave out one of them",
         )
     if problem := why_not_started(args.command[0]):
-        say(coded(f"{args.command[0]}: {problem[0]}", Code.NO_SCRIPT))
+        say(coded(f"{masked_text(args.command[0])}: {problem[0]}", Code.NO_SCRIPT))
         return problem[1]
     job = read_task(os.environ)
     _expect_all_hosts(args, job)
@@ -78,7 +79,7 @@ def _expect_all_hosts(args: argparse.Namespace, job: SchedulerFacts | None) -> N
     """What srun starts on other hosts is not below this command. Raises UsageError."""
     several = job is not None and job.nodes is not None and job.nodes[1] > 1
     if Path(args.command[0]).name == "srun" and several and not args.other_hosts:
-        rest = shlex.join(args.command[1:])
+        rest = shlex.join(masked_command(args.command[1:]))
         raise UsageError(
             Code.WRONG_TOGETHER,
             f"expected srun in front of gpuwatch run, found it behind: only the ranks of this host would be watched; "

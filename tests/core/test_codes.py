@@ -189,6 +189,7 @@ NO_TROUBLE = (
         ": can't open file ",
         ", ",
         "the snapshot for viewers ",
+        "the batch script has a token",
         "the run continues without metrics: ",
         " watched already: ",
     ),

@@ -7,8 +7,17 @@ from pathlib import Path
 import msgspec
 import pytest
 from gpuwatch.core.errors import ExitCode, UsageError
+from gpuwatch.core.secrets import masked_command
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
-from gpuwatch.launcher.options import check_together, get_check_parser, get_parser, parse_launch, worker_settings
+from gpuwatch.launcher.option_types import without_addresses
+from gpuwatch.launcher.options import (
+    check_together,
+    get_check_parser,
+    get_parser,
+    get_run_parser,
+    parse_launch,
+    worker_settings,
+)
 from gpuwatch.launcher.plan import limit_rendezvous
 from gpuwatch.worker.watch import watch
 from torch.distributed.run import get_args_parser
@@ -469,3 +478,29 @@ def test_a_rank_without_a_batch_to_explain_is_refused():
     with pytest.raises(UsageError, match=r"expected --explain with a batch number .* found --explain auto: "):
         check_together(get_parser().parse_args(["--rank", "3", "train.py"]))
     check_together(get_parser().parse_args(["--rank", "3", "--explain", "17", "train.py"]))
+
+
+@pytest.mark.parametrize(
+    ("parser", "line"),
+    [
+        (get_check_parser, "--token=hunter2"),
+        (get_check_parser, "train.py --api-key hunter2"),
+        (get_run_parser, "--token=hunter2 --every 3"),
+        (get_run_parser, "--notify no-such-program,--token=hunter2"),
+    ],
+)
+def test_a_mistaken_option_is_named_without_its_secret(parser, line):
+    with pytest.raises(UsageError) as caught:
+        parser().parse_args(line.split())
+
+    assert "***" in caught.value.text
+    assert "hunter2" not in caught.value.text
+
+
+def test_the_command_that_is_sent_has_no_secret():
+    command = "curl --token hunter2 https://hooks.example.org/hunter2"
+    line = ["--notify", "https://hooks.example.org/x?y=hunter2", "--notify", command, "train.py", "--password=hunter2"]
+
+    sent = masked_command(without_addresses(line, [line[1], command]))
+
+    assert sent == ["--notify", "...", "--notify", "curl --token *** ...", "train.py", "--password=***"]

@@ -176,3 +176,16 @@ def test_a_script_may_have_that_option_itself():
     args = parse_launch(["train.py", "--show-settings"])
     assert args.training_script_args == ["--show-settings"]
     assert parse_run(["--", "train", "--show-settings"]).command == ["train", "--show-settings"]
+
+
+def test_no_secret_of_a_setting_is_shown(capsys, monkeypatch):
+    command = "sh -c 'curl -H \"X-Api-Key: hunter2\" https://hooks.example.org/hunter2'"
+    monkeypatch.setenv("GPUWATCH_NOTIFY", command)
+
+    args = parse_launch(["train.py"])
+    with pytest.raises(SystemExit):
+        parse_launch(["--show-settings", "--notify", "https://hooks.example.org/hunter2"])
+
+    assert args.notify == [command]
+    assert [note for note in args.notes if "--notify" in note]
+    assert "hunter2" not in " ".join(args.notes) + capsys.readouterr().out

@@ -253,3 +253,12 @@ def test_the_nodes_that_a_run_blames_are_left_out(gpuwatch, tmp_path):
         "gpuwatch: leaving out gpu-7, gpu-8",
         "gpuwatch: the verdict of second blames no node: none is left out",
     ]
+
+
+def test_a_secret_stays_in_the_batch_script_and_that_is_said(gpuwatch):
+    done = gpuwatch("submit", "--print", "my train.py", "--token=hunter2")
+
+    assert (done.code, done.stderr.count("\n")) == (0, 1)
+    assert " 'my train.py' --token=hunter2 &\n" in done.stdout
+    assert "hunter2" not in done.stderr
+    assert "as it was typed, because the job needs it" in done.stderr

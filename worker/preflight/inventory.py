@@ -30,6 +30,7 @@ from ...core.gpu.nvml_child import GpuReading, ask_nvml
 from ...core.host import boot_id, gpuwatch_version, host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts, PreflightFinding
+from ...core.secrets import masked_variables
 from ..device.accelerator import CudaAccelerator, built_gpu
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     own = environ.get("NCCL_CONF_FILE") or Path(environ.get("HOME", "~")).expanduser() / ".nccl.conf"
     for file in (Path(own), Path("/etc/nccl.conf")):
         found = {**soft(partial(_nccl_file, file), {}), **found}
-    return {name: value[:_VALUE_CHARACTERS] for name, value in sorted(found.items())}
+    return {name: value[:_VALUE_CHARACTERS] for name, value in sorted(masked_variables(found).items())}
 
 
 def _nccl_file(path: Path) -> dict[str, str]:

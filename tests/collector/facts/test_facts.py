@@ -207,3 +207,9 @@ def test_the_first_alarm_is_the_one_that_the_rank_met_first_and_not_the_one_that
         each.call("", "Net", given=[each.tensor()], returned=[each.tensor(make.NAN)])
     (rank,) = facts_of(*told_first.messages(), *met_first.messages()).of_attempt(0)
     assert [anomaly.where.page for anomaly in rank.anomalies] == [8, 6]
+
+
+def test_a_command_that_an_earlier_release_has_stored_is_masked(make):
+    facts = fold([("a0", 1, make.hello(command=["gpuwatch", "launch", "train.py", "--token", "hunter2"]))])
+
+    assert facts.hellos[0].command == ["gpuwatch", "launch", "train.py", "--token", "***"]

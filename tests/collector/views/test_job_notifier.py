@@ -119,3 +119,18 @@ def test_a_command_that_fails(command, why):
 )
 def test_slack_and_discord_get_what_they_take(address, sent):
     assert json.loads(_data_for(address, STALL)) == sent
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://me:hunter2@127.0.0.1:1/",
+        "http://127.0.0.1:1/hunter2 and a blank",
+        f"{sys.executable} -c 'import sys; sys.exit(\"refused: --token=hunter2\")'",
+    ],
+)
+def test_what_failed_is_said_without_the_secret(target):
+    (said,) = notified(target)
+
+    assert "could not be notified" in said
+    assert "hunter2" not in said

@@ -164,3 +164,15 @@ def test_a_rank_beyond_the_gpus_has_none():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["cpu", "True"], done.stderr
+
+
+def test_a_secret_among_the_settings_is_unknown_to_others(tmp_path):
+    (tmp_path / ".nccl.conf").write_text("NCCL_PLUGIN_TOKEN=hunter2\nNCCL_IB_PKEY=3\n")
+    environ = {"HOME": str(tmp_path), "TORCH_HUB_TOKEN": "hunter2", "NCCL_PROXY": "http://me:hunter2@host:80"}
+
+    assert inventory.settings(environ) == {
+        "NCCL_IB_PKEY": "3",
+        "NCCL_PLUGIN_TOKEN": "***",
+        "NCCL_PROXY": "http://***@host:80",
+        "TORCH_HUB_TOKEN": "***",
+    }
