@@ -76,14 +76,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _expect_all_hosts(args: argparse.Namespace, job: SchedulerFacts | None) -> None:
-    """What srun starts on other hosts is not below this command. Raises UsageError."""
-    several = job is not None and job.nodes is not None and job.nodes[1] > 1
-    if Path(args.command[0]).name == "srun" and several and not args.other_hosts:
+    """What the scheduler's own starter starts on other hosts is not below this command. Raises UsageError."""
+    if job is None or job.scheduler is None or job.nodes is None or job.nodes[1] < 2 or args.other_hosts:
+        return
+    starter = job.scheduler.on_each_node.split()[0]
+    if Path(args.command[0]).name == starter:
         rest = shlex.join(masked_command(args.command[1:]))
         raise UsageError(
             Code.WRONG_TOGETHER,
-            f"expected srun in front of gpuwatch run, found it behind: only the ranks of this host would be watched; "
-            f"write srun OPTIONS gpuwatch run -- COMMAND for srun {rest}, or pass --other-hosts",
+            f"expected {starter} in front of gpuwatch run, found it behind: only the ranks of this host would be "
+            f"watched; write {starter} OPTIONS gpuwatch run -- COMMAND for {starter} {rest}, or pass --other-hosts",
         )
 
 
