@@ -193,9 +193,12 @@ def started_ns(store: RunStore) -> int:
 def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
     """Build and write the report of a finished job. Returns it, and the result for every agent.
 
-    The fold of many pages is a million objects that stay alive, so the garbage collector skips them meanwhile.
+    The fold of many pages is a million objects that stay alive, so the garbage collector skips them meanwhile. Not
+    where others are frozen already: all thaw together, and those are to stay so.
     """
-    gc.freeze()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     try:
         store.set("before", msgspec.json.encode(earlier_outcomes(paths)).decode())
         store.commit()
@@ -207,7 +210,8 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
         text = with_answer(report, f"{render_text(report)}\n\n{last_words}")
         return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def no_report(paths: RunPaths, error: BaseException) -> JobResult:

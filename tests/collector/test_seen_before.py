@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -64,6 +65,15 @@ def run(runs_dir, name: str, bodies: list) -> RunPaths:
         store.commit()
         make_report(paths, store, folded)
     return paths
+
+
+def test_what_a_process_has_frozen_stays_frozen(tmp_path, make):
+    """The tests' own objects are: conftest.py."""
+    before = gc.get_freeze_count()
+    assert before
+    run(tmp_path, "a run", [make.hello()])
+
+    assert gc.get_freeze_count() > before / 2  # some may have been freed meanwhile
 
 
 def bad_node(make) -> list:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.slow
+@pytest.mark.comes_first
 def test_a_training_that_diverges_is_named_with_its_optimizer(bench):
     run = bench.launch("diverging.py", "--preflight", "off")
     assert run.code == 4

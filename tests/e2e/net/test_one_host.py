@@ -33,6 +33,7 @@ def test_a_host_with_ipv6_alone(bench):
     assert "VERDICT  unknown" in ended.stderr, "its collector has answered"
 
 
+@pytest.mark.slow
 def test_where_shared_memory_takes_no_more_files_the_recorders_are_elsewhere(bench):
     """Five are free: enough for the folder, and not for what is in it."""
     fill = "for n in 1 2 3 4 5 6 7 8 9; do : > /dev/shm/file$n; done"

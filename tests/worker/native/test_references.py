@@ -72,13 +72,12 @@ def check(call: Callable[[], Any], *arguments: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_collection() -> Iterator[None]:
-    """None but before each count. What was there before the test is left alone: to look at all of torch takes long."""
+    """None but before each count. What is there before the test is left alone: to look at all of torch takes long."""
     gc.collect()
     gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def test_a_reference_too_many_is_seen() -> None:
