@@ -28,7 +28,7 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
-from .decide.silent_nodes import node_text
+from .decide.silent_nodes import node_text, ranks_by_host
 
 SILENT_S = 20.0
 """An agent beats twice a second. After this silence it counts as lost until it is heard again."""
@@ -306,7 +306,9 @@ class RunProtocol:
         if not self.asking.is_open:
             return []
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
-        silent = {self.nodes[agent].hello.host: self.claims.ranks_of(node_of(agent)) for agent in self.lost_agents}
+        silent = ranks_by_host(
+            (self.nodes[agent].hello.host, self.claims.ranks_of(node_of(agent))) for agent in self.lost_agents
+        )
         concluded = self.asking.conclude(announced or self.claims.num_ranks, now, self.on_hang, silent)
         if concluded is None:
             return []

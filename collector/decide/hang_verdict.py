@@ -19,7 +19,7 @@ from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
-from .silent_nodes import SILENT, with_silent_nodes
+from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 from .words import cascade_of, doing, first_line, whose
 
 _T = TypeVar("_T")
@@ -41,7 +41,9 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
         return None
-    silent = {node.name: [r.rank for r in ranks if r.agent == node.agent] for node in facts.nodes.values() if node.lost}
+    silent = ranks_by_host(
+        (node.name, [r.rank for r in ranks if r.agent == node.agent]) for node in facts.nodes.values() if node.lost
+    )
     found = with_silent_nodes(found, silent, list(looks.values()), len(early), len(ranks))
     if found.cause == SILENT:
         return structs.replace(verdict_of(facts, found, ranks, looks, VerdictKind.LOST), host=", ".join(sorted(silent)))

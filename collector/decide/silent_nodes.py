@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...core.events import RankLook
@@ -12,6 +12,14 @@ from .hang_model import HangFinding, position_of
 
 SILENT = "silent"
 """Cause of such a finding."""
+
+
+def ranks_by_host(nodes: Iterable[tuple[str, list[int]]]) -> dict[str, list[int]]:
+    """(host, ranks) of silent nodes -> host -> ranks. Two nodes may have one name."""
+    found: dict[str, list[int]] = {}
+    for host, ranks in nodes:
+        found.setdefault(host, []).extend(ranks)
+    return found
 
 
 def with_silent_nodes(

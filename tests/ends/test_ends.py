@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from .ends import WAYS, grade, jobs, run
+from .ends import WAYS, grade, jobs, run, why_no_two_nodes
 
 ONE_OF_EACH = jobs(1, len(WAYS))
+ON_TWO_NODES = jobs(2, len(WAYS), (2, 4))
 
 
 @pytest.mark.slow
@@ -14,6 +15,16 @@ ONE_OF_EACH = jobs(1, len(WAYS))
 @pytest.mark.parametrize(("way", "guilty", "nproc"), ONE_OF_EACH, ids=[way.how for way, _, _ in ONE_OF_EACH])
 def test_nobody_innocent_is_named(way, guilty, nproc):
     ended = run(way, guilty, nproc)
+    assert ended.grade in ("right", "less"), ended
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2, of="an end of a job on two nodes")
+@pytest.mark.parametrize(("way", "guilty", "nproc"), ON_TWO_NODES, ids=[way.how for way, _, _ in ON_TWO_NODES])
+def test_nobody_innocent_is_named_on_two_nodes(way, guilty, nproc):
+    if reason := why_no_two_nodes():
+        pytest.skip(reason)
+    ended = run(way, guilty, nproc, two_nodes=True)
     assert ended.grade in ("right", "less"), ended
 
 

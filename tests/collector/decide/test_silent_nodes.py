@@ -39,6 +39,19 @@ def test_it_is_the_node_and_no_hang_without_a_culprit(make):
     assert verdict.next == ["Check whether h1 is up; if not, leave it out of the next run."]
 
 
+def test_two_nodes_of_one_name_are_both_silent(make):
+    said = [
+        *((f"a{node}", 1, make.hello(f"a{node}", "vm" if node else "h0", nproc=1, nodes=3)) for node in range(3)),
+        *((f"a{rank}", 2, NodeBeat([make.state(rank)], {})) for rank in range(3)),
+        ("a0", 10, look(0, BARRIER)),
+        ("a0", 20, NodeBye("signal", 2)),
+    ]
+    verdict = decide(fold(said, ("a1", "a2")))
+
+    assert (verdict.kind, verdict.certainty, verdict.host) == ("lost", "supported", "vm")
+    assert [one.rank for one in verdict.concurrent] == [1, 2]
+
+
 @pytest.mark.parametrize("lost", [(), ("a0",)])
 def test_a_node_that_is_heard_is_not_named_for_ranks_that_do_not_answer(make, lost):
     verdict = verdict_of(make, look(0, BARRIER), look(1, BARRIER), lost=lost)
