@@ -3,6 +3,7 @@
 import json
 import signal
 
+import psutil
 import pytest
 
 from ..waiting import until
@@ -141,6 +142,24 @@ def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_back
     assert run.code == 130
     assert (run.verdict["kind"], run.verdict["signal"]) == ("interrupted", "SIGINT")
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_what_a_check_has_started_ends_with_it(bench):
+    """However that is: the fixture sees to it that nothing is left."""
+    check = bench.start("gpuwatch.cli.main", "check", "--nproc-per-node", "2")
+    tests = "gpuwatch.worker.preflight.coordinator"
+
+    def has_begun() -> bool:
+        assert check.poll() is None, check.communicate()
+        return bool(bench.running(tests))
+
+    until(has_begun, f"a process {tests}")
+    ranks = bench.running("-mgpuwatch.worker")
+    assert len(ranks) == 2
+    check.kill()
+    assert bench.finish(check).code == -signal.SIGKILL
+    psutil.wait_procs(ranks)
 
 
 @pytest.mark.slow
