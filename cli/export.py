@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from shlex import quote
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
@@ -172,13 +173,14 @@ def diff(
     from ..collector.views.batch_diff import SideRequest, choose, difference, render_difference
 
     alike = ranks.a == ranks.b and batches.a == batches.b
+    folders = [find_run(run, Path(runs_dir)) for run in runs[:2]]
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):
+        were = f"{len(runs)} runs; as: gpuwatch diff RUN_A RUN_B"
+        if len(runs) == 1:
+            were = f"1 run and one rank and batch of it; as: gpuwatch diff {quote(runs[0])} --rank 0,1"
         raise UsageError(
-            Code.ARGUMENT_MISSING,
-            f"expected two runs, or one with --rank A,B or --batch A,B, found {len(runs)} "
-            f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}",
+            Code.ARGUMENT_MISSING, f"expected two runs, or one with --rank A,B or --batch A,B, found {were}"
         )
-    folders = [find_run(run, Path(runs_dir)) for run in runs]
     with ExitStack() as stores:
         facts = [stores.enter_context(facts_of(folder)) for folder in folders]
         a = SideRequest(folders[0].name, facts[0], ranks.a, batches.a)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open, latest_run
 
 if TYPE_CHECKING:
     from ..collector.views.publisher import ViewSubscriber
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SILENT = "the collector of {} has sent nothing for {:.0f} s; can this host reach it?"
 _PATIENCE_S = 15.0
+_LOOK_S = 0.5
 _MORE, _MORE_S = 3, 1.5
 """How many pictures to take after the first, and how long to wait for each: they show the job's speed, and the modules
 close to their limit."""
@@ -44,17 +46,37 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
     events.
 
-    Without RUN: the latest one. top only reads: the job does not notice it and never waits for it. Press q to quit.
+    Without RUN: the latest one; in a terminal, top waits until it runs. top only reads: the job does not notice it and
+    never waits for it. Press q to quit.
     """
     from ..collector.views.publisher import job_viewer
 
     if form == "json" and not once:
         raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
-    path = find_run(run, Path(runs_dir))
+    once = once or not sys.stdout.isatty()  # in a pipe or a file, a screen is escape sequences, and no key ends it
+    if not once:
+        _expect_textual(run, Path(runs_dir))
+    path = find_run(run, Path(runs_dir)) if once or run is not None else _next_job(Path(runs_dir))
     with _connected(job_viewer(path), path) as link:
-        if once or not sys.stdout.isatty():  # in a pipe or a file, a screen is escape sequences, and no key ends it
-            return _print_once(link, path.name, form)
-        return _watch(link, path)
+        return _print_once(link, path.name, form) if once else _watch(link, path)
+
+
+def _next_job(runs_dir: Path) -> Path:
+    """The folder of the latest run, once its collector shows it."""
+    has_told = False
+    while True:
+        latest = latest_run(runs_dir)
+        if latest is not None and is_open(latest):
+            return latest
+        if not has_told:
+            found = f"no job has begun in {runs_dir} yet; waiting, Ctrl-C ends"
+            if latest is not None:
+                found = (
+                    f"the latest run is over ({command_for(latest)}); waiting for the next in {runs_dir}, Ctrl-C ends"
+                )
+            click.echo(f"gpuwatch: {found}", err=True)
+            has_told = True
+        time.sleep(_LOOK_S)
 
 
 @click.command(name="stacks")
@@ -119,15 +141,18 @@ def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
     return 0
 
 
-def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
+def _expect_textual(run: str | None, runs_dir: Path) -> None:
     from importlib.util import find_spec
 
     if find_spec("textual") is None:
         raise UsageError(
             Code.NOT_INSTALLED,
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            f"textual, or print one snapshot: {command_for(path, does='top --once')}",
+            f"textual, or print one snapshot: {command_for(find_run(run, runs_dir), does='top --once')}",
         )
+
+
+def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
     from ..collector.views.top_app import TopApp
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal

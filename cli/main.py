@@ -18,6 +18,7 @@ import click  # noqa: E402
 from ..core.errors import Code, GpuwatchError, OutputLost, UsageError, code_texts, coded  # noqa: E402
 from ..core.guest.tell import end_process, expect_answer, guard_streams, say  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
+from ..core.misspelled import closest, expect_hyphens, with_hyphens  # noqa: E402
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -74,7 +75,10 @@ class _LazyGroup(click.Group):
         if args[0] not in COMMANDS:
             text = f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0])}"
             raise UsageError(Code.NO_SUCH_COMMAND, text)
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            expect_hyphens(rest, {option for param in command.params for option in param.opts})
+        return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -82,9 +86,10 @@ class _LazyGroup(click.Group):
 
 
 def _meant(word: str) -> str:
-    close = get_close_matches(word, COMMANDS, n=1)
-    if close:
-        return f"did you mean gpuwatch {close[0]}?"
+    if close := closest(word, COMMANDS):
+        return f"did you mean gpuwatch {close}?"
+    if option := with_hyphens(word):
+        return f"did you mean {option}, with hyphens?"
     if word.endswith(".py"):
         return f"to watch a script: gpuwatch launch {word}"
     return "all commands: gpuwatch --help"
@@ -185,7 +190,10 @@ def main() -> NoReturn:
         code_of = next((code for kind, code in _OF_CLICK.items() if isinstance(error, kind)), Code.ARGUMENT_TOO_MANY)
         if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
             option = error.option_name
+            close = closest(option, ("--version", "--help"))
             text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
+            if close:
+                text = f"expected a command or an option of gpuwatch, found {option}; did you mean gpuwatch {close}?"
         say(coded(text, code_of))
         code = 2
     except click.exceptions.Abort:

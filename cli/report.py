@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths, runs_by_time
+from ..collector.run_files import LATEST, RunPaths, runs_by_time
 from ..collector.written_report import read_report
 from ..core.errors import Code, GpuwatchError, UsageError
+from ..core.misspelled import did_you_mean
 from ..core.text import command_for, ranks_text
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
@@ -29,11 +30,24 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 50
 _MOST_TOLD = 5
+_ALIKE = 0.75
+"""Names of runs have much in common."""
 _TAKE_A_RUN = ("top", "stacks", "export", "replay")
 """Commands that may be typed with a run alone, as `gpuwatch report`."""
+
+
+def _expect_folder(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if Path(value).is_file():
+        raise UsageError(
+            Code.WRONG_VALUE, f"--runs-dir: expected a folder with the folders of runs, found the file {value!r}"
+        )
+    return value
+
+
 RUNS_DIR = click.option(
     "--runs-dir",
     default=saved_runs_dir,
+    callback=_expect_folder,
     show_default="gpuwatch-runs, or the saved setting",
     help="Folder with the runs' folders.",
 )
@@ -309,25 +323,52 @@ def _is_in_store(report: RunReport, rank: int) -> bool:
 
 def find_run(run: str | None, runs_dir: Path) -> Path:
     """The folder or spool file that the user means. Raises UsageError, saying what there is."""
-    candidates = [Path(run), runs_dir / run] if run is not None else [runs_dir / "latest"]
+    candidates = [Path(run), runs_dir / run] if run is not None else [runs_dir / LATEST]
     for candidate in candidates:
         if candidate.is_file() and candidate.suffix == SUFFIX:
             return candidate
-        if candidate.is_dir() and ((candidate / "run.sqlite").exists() or (candidate / "report.json").exists()):
+        if _is_run(candidate):
             return candidate.resolve()
         if run is not None and (runs := runs_by_time(candidate)):
-            context = click.get_current_context(silent=True)
-            command = context.info_name if context is not None else None
             raise UsageError(
                 Code.NO_SUCH_RUN,
-                f"expected a run, found {run!r}, a folder of runs; its newest one: "
-                f"{command_for(runs[-1].folder, does=command if command in _TAKE_A_RUN else 'report')}",
+                f"expected a run, found {run!r}, a folder of runs; its newest one: {_command_for(runs[-1].folder)}",
             )
-    known = [paths.run_id for paths in runs_by_time(runs_dir)[-_MOST_TOLD:]]
-    there = f"runs there, newest last: {', '.join(known)}" if known else f"there is no run in {runs_dir}"
-    wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
-    where = f"{wanted} ({there}; elsewhere: --runs-dir DIR)"
-    raise UsageError(Code.NO_SUCH_RUN, f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")
+        if candidate.is_file() and _is_run(candidate.parent):
+            raise UsageError(
+                Code.NO_SUCH_RUN,
+                f"expected a run, found {run!r}, a file of one; did you mean {_command_for(candidate.parent)}?",
+            )
+    known = [paths.run_id for paths in runs_by_time(runs_dir)]
+    there = f"there is no run in {runs_dir}"
+    if known:
+        there = f"runs there, newest last: {', '.join(known[-_MOST_TOLD:])}"
+    found = f"none at {str(runs_dir / LATEST) if run is None else repr(run)}"
+    if run is not None and Path(run).exists():
+        found = f"the {'folder' if Path(run).is_dir() else 'file'} {run!r}, which is none of them"
+    meant = did_you_mean(run, known, alike=_ALIKE) if run is not None else ""
+    raise UsageError(
+        Code.NO_SUCH_RUN,
+        f"expected a run's folder, its name, or a {SUFFIX} file, found {found}{meant} ({there}; elsewhere: "
+        "--runs-dir DIR)",
+    )
+
+
+def latest_run(runs_dir: Path) -> Path | None:
+    """Its folder; None where no run has begun."""
+    latest = runs_dir / LATEST
+    return latest.resolve() if _is_run(latest) else None
+
+
+def _is_run(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / "run.sqlite").exists() or (folder / "report.json").exists())
+
+
+def _command_for(run: Path) -> str:
+    """The command that the user has typed, or `report`, with this run."""
+    context = click.get_current_context(silent=True)
+    command = context.info_name if context is not None else None
+    return command_for(run, does=command if command in _TAKE_A_RUN else "report")
 
 
 def echo_json(value: object) -> None:

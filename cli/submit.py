@@ -118,7 +118,7 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
 
 def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
-    from ..launcher.launch_job import expect_script
+    from ..launcher.expect import expect_script
     from ..launcher.options import check_together
 
     if verb == "launch" and not submission.script:

@@ -38,8 +38,9 @@ from `gpuwatch.toml`, or `[tool.gpuwatch]` of `pyproject.toml`:
 Tables named `launch`, `run` and `check` are for that command alone. The file is that of the working folder, or of the
 nearest folder above it that belongs to you. The launch says which settings it has taken, and
 `gpuwatch launch --show-settings` prints each option with its value and where that is from. An unknown option, or a
-value that the option would not take, ends the command with exit code 2. Options of torchrun have its own variables
-(`PET_NNODES`). On Python 3.10, a file needs the package `tomli`.
+value that the option would not take, ends the command with exit code 2; so does a variable that is nearly one, such as
+`GPUWATCH_EVREY`. Options of torchrun have its own variables (`PET_NNODES`). On Python 3.10, a file needs the package
+`tomli`.
 """
 
 

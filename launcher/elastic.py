@@ -22,6 +22,7 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
 from msgspec.structs import replace
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -39,6 +40,7 @@ from ..core.settings import VARIABLE, WorkerSettings
 from ..core.signal_errors import from_outside, suppress_own
 from ..core.text import error_text, ranks_text
 from ..core.wire.pipe import LaunchDone
+from .agent.process_ends import GRACE_S
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -175,8 +177,12 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         settings = self._gpuwatch_agree(worker_group)
         self._gpuwatch_attempt = settings.attempt
         os.environ[VARIABLE] = settings.to_json()
+        known = _children()
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
+        except BaseException:  # a signal: torchrun forgets the ranks that it had started until then
+            _end_ranks([child for pid, child in _children().items() if pid not in known])
+            raise
         finally:
             os.environ.pop(VARIABLE, None)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -277,6 +283,26 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
             self._gpuwatch_running = False
             codes = self._gpuwatch_codes(worker_group)
             self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
+
+
+def _children() -> dict[int, psutil.Process]:
+    """The processes that this one has started, by their ids; {} where nothing tells of them."""
+    with suppress(psutil.Error, OSError):
+        return {child.pid: child for child in psutil.Process().children()}
+    return {}
+
+
+def _end_ranks(ranks: list[psutil.Process]) -> None:
+    """First in a way that they can hear."""
+    try:
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.terminate()
+        psutil.wait_procs(ranks, GRACE_S)
+    finally:  # a second signal, too
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.kill()
 
 
 @contextmanager

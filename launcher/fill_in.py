@@ -142,7 +142,7 @@ def fill_in_from_job(
     job = read_job(os.environ)
     if job is None:
         return None
-    meets_there = fill_in(args, given_options(make_parser(), arguments, os.environ), job, _count_gpus)
+    meets_there = fill_in(args, given_options(make_parser(), arguments, os.environ), job, count_gpus)
     if job.scheduler is not None and meets_there:
         assert job.head is not None
         if job.node_rank == 0:
@@ -152,7 +152,8 @@ def fill_in_from_job(
     return job
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """Those that torch sees on this node."""
     import torch  # a scheduler has not said how many
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

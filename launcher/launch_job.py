@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -34,66 +33,14 @@ from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LastLook, LaunchDone, WorkersEnded, WorkersStarted
 from .agent.last_looks import last_looks
 from .agent.process_ends import PATIENCE_LEFT_BEHIND_S, tell_left_behind
+from .expect import expect_place, expect_program, expect_room, expect_script, number_of_ranks
 from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
 from .live_lines import live_lines
-from .option_types import is_number
 from .options import get_check_parser, get_parser, parse_check, parse_launch, worker_settings
 from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
 from .scheduler_job import SchedulerFacts
 from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun
-
-
-def expect_script(args: argparse.Namespace) -> None:
-    """What torchrun would only find out later, said in one sentence."""
-    if args.no_python and args.module:
-        raise UsageError(
-            Code.WRONG_TOGETHER, "expected one of --no-python and -m/--module, found both; drop one of them"
-        )
-    if args.module or args.no_python:
-        return
-    script = Path(args.training_script)
-    if not script.exists():
-        found = f"no file {args.training_script!r} in {Path.cwd()}"
-        raise UsageError(Code.NO_SCRIPT, f"expected a script to run, found {found}")
-    if script.is_dir() and not (script / "__main__.py").exists():  # Python runs a folder by it
-        found = f"the folder {args.training_script!r}, which has no __main__.py"
-        raise UsageError(Code.NO_SCRIPT, f"expected a script to run, found {found}")
-
-
-def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
-    """This node must be one of the job's, with what its rendezvous needs."""
-    if args.node_rank and not 0 <= args.node_rank < plan.max_nodes:
-        raise UsageError(
-            Code.WRONG_VALUE,
-            f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}",
-        )
-    if args.rdzv_backend.startswith("etcd") and find_spec("etcd") is None:
-        what = "expected the package python-etcd, which torchrun needs for it, found it not installed"
-        raise UsageError(
-            Code.NOT_INSTALLED, f"--rdzv-backend {args.rdzv_backend}: {what}; install it, or pass --rdzv-backend c10d"
-        )
-
-
-def number_of_ranks(args: argparse.Namespace) -> int:
-    """How many ranks this node runs. Raises UsageError."""
-    if args.max_restarts < 0:
-        raise UsageError(Code.WRONG_VALUE, f"--max-restarts: expected 0 or more, found {args.max_restarts}")
-    if is_number(str(args.nproc_per_node)):
-        nproc = int(args.nproc_per_node)
-    else:
-        from torch.distributed.run import determine_local_world_size  # it counts GPUs
-
-        try:
-            nproc = int(determine_local_world_size(str(args.nproc_per_node)))
-        except ValueError as error:
-            raise UsageError(
-                Code.WRONG_VALUE,
-                f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})",
-            ) from error
-    if nproc < 1:
-        raise UsageError(Code.WRONG_VALUE, f"--nproc-per-node: expected 1 or more, found {nproc}")
-    return nproc
 
 
 def launch(arguments: list[str]) -> int:
@@ -108,6 +55,7 @@ def launch(arguments: list[str]) -> int:
     job = fill_in_from_job(args, get_parser, arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_script(args)
+    expect_program(args)
     expect_place(args, plan)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
 
@@ -118,6 +66,8 @@ def check(arguments: list[str]) -> int:
     job = fill_in_from_job(args, get_check_parser, arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_place(args, plan)
+    if not args.force:
+        expect_room(number_of_ranks(args))
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`

@@ -6,7 +6,6 @@ import argparse
 import secrets
 import shlex
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
@@ -14,6 +13,7 @@ import msgspec
 
 from ..core.errors import Code, UsageError
 from ..core.host import host_name
+from ..core.misspelled import closest, expect_hyphens, with_hyphens
 from ..core.secrets import masked_command, masked_text
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings, wrong_together
 from . import option_types as parsers
@@ -123,6 +123,10 @@ _CHECK: OptionTable = {
         "dest": "preflight",
         "help": "run only the tests that every launch runs: a few seconds",
     },
+    "--force": {
+        "action": "store_true",
+        "help": "start more ranks than this host's cores and memory carry, too",
+    },
     "--slurm": {
         "action": "store_true",
         "help": "submit the check as a SLURM job, with sbatch's options (gpuwatch submit --help)",
@@ -210,6 +214,9 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
 
 # The parsers.
 
+_VERSION = "--version"
+"""An option of `gpuwatch` alone."""
+
 
 class SentenceParser(argparse.ArgumentParser):
     """Reports an error in one sentence, where argparse prints two screens of usage."""
@@ -218,14 +225,36 @@ class SentenceParser(argparse.ArgumentParser):
         """What a shortened option may be. Two spellings of one option are no ambiguity."""
         return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Called by `parse_args`, too."""
+        self._typed = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def _unknown_option(self) -> str:
+        """The first word with two dashes that is none of the options, nor a shortened one."""
+        words = (word.partition("=")[0] for word in self._typed if word.startswith("--") and word != "--")
+        is_known = self._option_string_actions.__contains__
+        return next((word for word in words if not is_known(word) and not self._get_option_tuples(word)), "")
+
+    def _meant(self, option: str) -> str:
+        close = closest(option, [*self._option_string_actions, _VERSION])
+        if close in self._option_string_actions:  # as it is spelled with hyphens
+            spellings = self._option_string_actions[close].option_strings
+            close = next((spelled for spelled in spellings if spelled.startswith("--")), close)
+        elif close:
+            close = f"gpuwatch {_VERSION}"
+        return f"; did you mean {close}?" if close else ""
+
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
+        if message.endswith(("required: training_script", "required: training_script, training_script_args")):
+            unknown = self._unknown_option()
+            message = f"unrecognized arguments: {unknown}" if unknown else message
         code, (what, _, words) = Code.WRONG_VALUE, message.partition(": ")
         if what == "unrecognized arguments":
             option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
             code, message = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY, masked_text(message)
-            close = get_close_matches(option, self._option_string_actions, n=1)
-            message += f"; did you mean {self._option_string_actions[close[0]].option_strings[0]}?" if close else ""
+            message += self._meant(option)
         elif what == "the following arguments are required" and words.startswith("training_script"):
             code, message = Code.NO_SCRIPT, "expected a training script, found none"
         elif words.startswith("expected ") and words.endswith(" argument"):
@@ -316,7 +345,9 @@ class _CheckParser(SentenceParser):
                 f"check is the full preflight, without --preflight, found {found}; for the quick one, which every "
                 "launch runs: gpuwatch check --quick",
             )
+        parsed: argparse.Namespace
         parsed, rest = self.parse_known_args(args, namespace)
+        expect_hyphens(rest[:1], self._option_string_actions)
         if rest and not rest[0].startswith("-"):
             raise UsageError(
                 Code.ARGUMENT_TOO_MANY,
@@ -336,6 +367,8 @@ class _CheckParser(SentenceParser):
 def parse_launch(arguments: list[str]) -> argparse.Namespace:
     """The options and the script. Raises UsageError where they make no sense."""
     args = parse_with_saved(get_parser, arguments, _known())
+    if with_hyphens(args.training_script) and not Path(args.training_script).exists():
+        expect_hyphens([args.training_script], get_parser()._option_string_actions)
     check_together(args)
     args.notes += _misplaced(args.training_script, args.training_script_args)
     return args
@@ -369,6 +402,7 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
     args.command = [*args.command, *dashes, *after] if args.command else after
     if not args.command:
         raise UsageError(Code.NO_SCRIPT, "expected a command to run, found none: gpuwatch run [options] -- COMMAND...")
+    expect_hyphens(args.command[:1], get_run_parser()._option_string_actions)
     check_together(args)
     return args
 

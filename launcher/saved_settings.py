@@ -12,11 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Code, UsageError
+from ..core.errors import Code, UsageError, coded
+from ..core.misspelled import did_you_mean, mistyped
 from ..core.secrets import masked_text
 from ..core.text import toml_of
 from .option_types import without_addresses
@@ -47,6 +47,7 @@ def parse_with_saved(
     """
     parser = make_parser()
     own = _own_options(parser)
+    unknown = _unknown_variables(known, os.environ)
     saved = _saved_options(own, parser.prog.split()[-1], known, os.environ)
     if _is_asked(arguments):
         line = [*arguments, *([] if parser.prog.endswith("check") else ["-"])]  # there may be no script
@@ -63,6 +64,7 @@ def parse_with_saved(
         f"from {source}: " + " ".join(f"--{name} {one.text}" for name, one in used.items() if one.source == source)
         for source in sources
     ]
+    args.notes += [coded(f"{name} is set, and gpuwatch reads no such variable", Code.SETTINGS_FILE) for name in unknown]
     return args
 
 
@@ -113,11 +115,45 @@ def _saved_options(
             value = _from(path, written) if action.metavar in ("DIR", "FILE") else written
             found[name] = _option(action, value, path.name, f"{path}: {name}")
     for name, action in own.items():
-        variable = "GPUWATCH_" + name.upper().replace("-", "_")
+        variable = _variable(name)
+        if _of_kubernetes(variable, environ):
+            continue
         if (text := environ.get(variable)) and action.dest != "show_settings":
             switch = {"1": True, "true": True, "0": False, "false": False} if action.nargs == 0 else {}
             found[name] = _option(action, switch.get(text.lower(), text), variable, variable)
     return found
+
+
+_PREFIX = "GPUWATCH_"
+_NO_OPTIONS = {"WORKER", "RUN", "JOIN", "DEVICE", "LATE_DEVICE", "SECRET", "NOTIFY"}
+"""What else gpuwatch reads of the environment, or gives to its own processes."""
+
+
+def _variable(option: str) -> str:
+    return _PREFIX + option.upper().replace("-", "_")
+
+
+def _unknown_variables(known: Collection[str], environ: Mapping[str, str]) -> list[str]:
+    """Those with gpuwatch's prefix that it does not read. Raises UsageError for one that is like one that it does."""
+    words = [*(_variable(option).removeprefix(_PREFIX) for option in known), *_NO_OPTIONS]
+    unknown = [name for name in sorted(environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in words]
+    unknown = [name for name in unknown if not _of_kubernetes(name, environ)]
+    for name in unknown:
+        if close := mistyped(name.removeprefix(_PREFIX), words):  # without the prefix, which makes all alike
+            raise UsageError(
+                Code.SETTINGS_FILE,
+                f"{name}: expected a variable that gpuwatch reads, found no such one; did you mean {_PREFIX}{close}? "
+                f"(all options: gpuwatch launch {SHOW})",
+            )
+    return unknown
+
+
+def _of_kubernetes(variable: str, environ: Mapping[str, str]) -> bool:
+    """Whether it tells of a service: for one named `gpuwatch-collector`, each container of its namespace gets
+    GPUWATCH_COLLECTOR_SERVICE_HOST, and also GPUWATCH_COLLECTOR_PORT=tcp://10.0.0.11:29401."""
+    host = "_SERVICE_HOST"
+    services = (name.removesuffix(host) for name in environ if name.startswith(_PREFIX[:-1]) and name.endswith(host))
+    return any(variable.startswith((f"{of}_SERVICE_", f"{of}_PORT_")) or variable == f"{of}_PORT" for of in services)
 
 
 def _nearest_file(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -156,8 +192,7 @@ def _flat(table: dict[str, Any], command: str, known: Collection[str], path: Pat
     parts += [part for name in _COMMANDS if isinstance(part := table.get(name, {}), dict)]
     for name in (name.replace("_", "-") for part in parts for name in part):
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, known)
             raise UsageError(
                 Code.SETTINGS_FILE, f"{path}: expected an option of gpuwatch without its dashes, found {name!r}{hint}"
             )

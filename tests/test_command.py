@@ -50,3 +50,26 @@ def test_an_unknown_option_of_a_command_is_that_commands(capsys, monkeypatch):
     assert code == 2
     assert "--jsn" in text
     assert "launch" not in text
+
+
+@pytest.mark.parametrize(("option", "meant"), [("--verison", "--version"), ("--hlep", "--help")])
+def test_an_option_of_gpuwatch_itself_that_is_typed_wrong_is_told(capsys, monkeypatch, option, meant):
+    code, text = said_to(capsys, monkeypatch, option)
+    assert code == 2
+    assert text == (
+        f"gpuwatch: expected a command or an option of gpuwatch, found {option}; "
+        f"did you mean gpuwatch {meant}? [GW402]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["report", "\u2013rank", "3"], "which begins with an en dash; did you mean --rank? [GW402]"),
+        (["\u2013version"], "did you mean --version, with hyphens? [GW401]"),
+    ],
+)
+def test_another_dash_in_place_of_hyphens_is_told(capsys, monkeypatch, words, hint):
+    code, text = said_to(capsys, monkeypatch, *words)
+    assert code == 2
+    assert text.endswith(f"{hint}\n")

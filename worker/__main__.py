@@ -26,6 +26,7 @@ from ..core.errors import RANK_OVERFLOW, Code, ExitCode, JobEnded, OverflowDetec
 from ..core.guest.own_files import standard_streams_taken
 from ..core.guest.own_imports import give_way_to_script, path_as_given
 from ..core.guest.tell import end_process, flush_streams, say, tell
+from ..core.host import die_with_parent
 from ..core.identity import RankIdentity
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
@@ -52,6 +53,8 @@ def main() -> NoReturn:
     if settings is None:
         tell(coded(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", Code.NESTED_RUN))
         raise SystemExit(ExitCode.USAGE)
+    if settings.check_only:
+        die_with_parent()
     session = _open_session(settings)
     if session is not None and settings.preflight != "off":
         # the script file should be the same on all ranks; "": the arguments name none

@@ -115,6 +115,12 @@ class Verdict(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         force_setattr(self, "code", str(self.kind.code))
 
+    def __repr__(self) -> str:
+        """One line: what a notebook shows. The fields are as many as those of report.json."""
+        more = [name for name in ("evidence", "next", "cause") if getattr(self, name)]
+        rest = f"; see also {', '.join(f'.{name}' for name in more)}" if more else ""
+        return f"<{self.kind}, {self.how_sure}: {self.statement} {self.codes}{rest}>"
+
     @property
     def headlines(self) -> list[str]:
         """The statement, and the cause where it is known."""

@@ -29,7 +29,7 @@ from .notices_text import (
     warned_rows_table,
 )
 from .sentence_parts import TextConsole, WrappedText, counted, dim_codes, grouped, list_item, one_on
-from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
+from .side_by_side import SideBySide, can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
 
@@ -166,6 +166,9 @@ def first_text(first: RankAnomaly | None) -> str:
 _MAX_COLUMNS = 8
 _MAX_TABLE_ROWS = 64
 _MAX_MATRIX_ROWS = 12
+_GAP = 2
+_MODULE_WIDTH = 20
+"""A module's name goes on in the next line; narrower, it is hard to read."""
 
 
 def render_text(
@@ -314,8 +317,22 @@ def _number(number: int | None) -> str:
     return "-" if number is None or number < 0 else str(number)
 
 
+def _fitting(found: SideBySide, width: int) -> int:
+    """How many ranks have room beside the modules' names: a number that is cut says another one. At least two."""
+    titles = (len(row.title) for row in found.rows)
+    left = width - min(_MODULE_WIDTH, max(titles, default=0))
+    count = 0
+    for at, rank in enumerate(found.columns):
+        cells = (len(row.cells[at].text) for row in found.rows)
+        left -= _GAP + max(len(rank.name), len(f"batch {rank.frames[-1].batch}"), *cells)
+        count += left >= 0
+    return max(2, count)
+
+
 def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> None:
     found = side_by_side(report, shown, _MAX_COLUMNS, _MAX_MATRIX_ROWS)
+    if found is not None:
+        found = side_by_side(report, shown, _fitting(found, console.width), _MAX_MATRIX_ROWS)
     if found is None:
         return
     console.print()
@@ -323,12 +340,14 @@ def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> Non
     table = Table(Column("module", overflow="fold"), **PLAIN)
     for rank in found.columns:
         own = rank.frames[-1].batch
-        table.add_column(rank.name + (f"\nbatch {own}" if own != found.batch else ""), justify="right")
+        title = rank.name + (f"\nbatch {own}" if own != found.batch else "")
+        table.add_column(title, justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(Text(row.title), *(Text(cell.text, "bold red" if cell.bad else "") for cell in row.cells))
     console.print(table)
     if found.left_out:
-        console.print(Text(f"{found.left_out} more ranks in report.json"))
+        more = f"{counted(found.left_out, 'more rank')}: in a wider terminal, or {report.run.report_command} --rank N"
+        console.print(Text(more), soft_wrap=True)
     stored = [r for r in report.ranks if r.pages and not r.frames]
     if stored:
         more = f"{len(stored)} more ranks in the run's store: {report.run.report_command} --rank N"

@@ -299,7 +299,9 @@ def _number(row: Row | None) -> str:
 
 def _table(rows: list[RowDifference]) -> Table:
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("A abs max", "B abs max", "factor"))
-    table = Table("module", Column("tensor", no_wrap=True), *numbers, box=None, pad_edge=False)
+    table = Table(
+        Column("module", overflow="fold"), Column("tensor", overflow="fold"), *numbers, box=None, pad_edge=False
+    )
     for row in rows:
         name = f"{shown_name(row.module) or '(root)'} {shown_name(row.cls)}"
         phase = "" if row.phase == FramePhase.FORWARD else f" ({row.phase})"

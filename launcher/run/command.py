@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -11,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from shlex import quote
 
 from ...core.errors import Code, ExitCode, coded
 from ...core.guest.tell import say
@@ -24,9 +22,6 @@ from ..agent.process_ends import GRACE_S
 from ..scheduler_job import SchedulerFacts
 from .tasks import HostTasks, TaskCommand
 
-_NOT_EXECUTABLE = 126
-_NOT_FOUND = 127
-"""As a shell exits."""
 PATH_FOLDER = str(Path(__file__).parents[2] / "worker" / "path")
 """Holds the sitecustomize that makes ranks of processes."""
 
@@ -36,19 +31,6 @@ def environment_of_ranks(scratch: Path, join: Path | None, environ: Mapping[str,
     paths = [PATH_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
     of_join = {JOIN_VARIABLE: str(join)} if join is not None else {}
     return {**environ, "PYTHONPATH": os.pathsep.join(paths), RUN_VARIABLE: str(scratch), **of_join}
-
-
-def why_not_started(program: str) -> tuple[str, int] | None:
-    """Why there is no such program to run, and a shell's exit code for it; None if there is one."""
-    if shutil.which(program) is not None:
-        return None
-    path = Path(program)
-    hint = f"; to run it: gpuwatch run -- python {quote(program)}" if path.suffix == ".py" and path.is_file() else ""
-    if os.sep not in program:
-        return f"command not found{hint}", _NOT_FOUND
-    if not path.exists():
-        return "no such file", _NOT_FOUND
-    return ("is a directory" if path.is_dir() else f"permission denied{hint}"), _NOT_EXECUTABLE
 
 
 def shell_code(returncode: int) -> int:

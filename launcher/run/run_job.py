@@ -22,13 +22,14 @@ from ...core.settings import WorkerSettings
 from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from ..agent.process_ends import GRACE_S
+from ..expect import why_not_started
 from ..fill_in import read_task
 from ..life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
 from ..option_types import bracketed
 from ..options import parse_run, worker_settings
 from ..plan import CollectorPlan, job_keys, meeting_place, run_plan
 from ..scheduler_job import SchedulerFacts
-from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched, why_not_started
+from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched
 from .join import close_run, open_plan, open_run
 from .run_ranks import HostRanks
 from .tasks import HostTasks, NoFolder, TaskCommand
@@ -47,8 +48,8 @@ def run(arguments: list[str]) -> int:
             "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
             "leave out one of them",
         )
-    if problem := why_not_started(args.command[0]):
-        say(coded(f"{masked_text(args.command[0])}: {problem[0]}", Code.NO_SCRIPT))
+    if problem := why_not_started(args.command[0], "gpuwatch run -- python"):
+        say(coded(f"{masked_text(args.command[0])}: {masked_text(problem[0])}", Code.NO_SCRIPT))
         return problem[1]
     job = read_task(os.environ)
     _expect_all_hosts(args, job)

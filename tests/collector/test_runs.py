@@ -15,6 +15,7 @@ from gpuwatch.cli.live import folded
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import RunPaths
+from gpuwatch.core.text import command_for
 from gpuwatch.core.wire.messages import AgentMessage, encode
 from gpuwatch.core.wire.view import FILE, ViewerKeys
 
@@ -217,3 +218,37 @@ def test_a_pattern_that_fits_no_module_is_wrong_usage(runs):
     done = CliRunner().invoke(cli, ["report", str(runs / "first"), "--module", "attn*"])
     assert type(done.exception).__name__ == "UsageError"
     assert "found 'attn*' (modules there: fc1, fc2)" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["runs", "report", "top", "diff"])
+def test_a_file_in_place_of_the_runs_folder_is_refused(tmp_path, command):
+    (tmp_path / "a.py").touch()
+    done = CliRunner().invoke(cli, [command, "--runs-dir", str(tmp_path / "a.py")], standalone_mode=False)
+    assert str(done.exception) == (
+        f"--runs-dir: expected a folder with the folders of runs, found the file '{tmp_path / 'a.py'}' [GW403]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        ("first/report.json", "expected a run, found 'first/report.json', a file of one; did you mean {first}?"),
+        (
+            "r.json",
+            "expected a run's folder, its name, or a .spool file, found the file 'r.json', which is none of them (",
+        ),
+        (
+            "adir",
+            "expected a run's folder, its name, or a .spool file, found the folder 'adir', which is none of them (",
+        ),
+        ("frist", "found none at 'frist'; did you mean first? (runs there, newest last: first, second, third; "),
+        ("nope", "found none at 'nope' (runs there, newest last: "),
+    ],
+)
+def test_what_is_no_run_is_told_by_what_it_is(runs, monkeypatch, run, found):
+    monkeypatch.chdir(runs)
+    (runs / "r.json").write_text("{}")
+    (runs / "adir").mkdir()
+    done = CliRunner().invoke(cli, ["report", run, "--runs-dir", "."], standalone_mode=False)
+    assert found.format(first=command_for(runs / "first")) in str(done.exception)
+    assert done.exception.exit_code == 2

@@ -144,6 +144,26 @@ def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_back
 
 
 @pytest.mark.slow
+def test_what_a_check_has_started_ends_with_it(bench):
+    """However it ends, and not once its ranks give up: these are stopped, and cannot."""
+    check = bench.start("gpuwatch.cli.main", "check", "--nproc-per-node", "2")
+    tests = "gpuwatch.worker.preflight.coordinator"
+
+    def has_begun() -> bool:
+        assert check.poll() is None, check.communicate()
+        return len(bench.running(tests)) == 2  # each rank has come as far
+
+    until(has_begun, f"two processes {tests}")
+    ranks = bench.running("-mgpuwatch.worker")
+    assert len(ranks) == 2
+    for rank in ranks:
+        rank.suspend()
+    check.kill()
+    assert check.wait() == -signal.SIGKILL
+    until(lambda: not any(rank.is_running() for rank in ranks), "the end of its ranks", lambda: ranks)
+
+
+@pytest.mark.slow
 def test_a_launch_tells_its_preflight_in_one_line(bench):
     run = bench.launch("clean.py")
 

@@ -57,8 +57,21 @@ launch --rdzv-backend etcd train.py
 launch --node-rank 5 --nnodes 2 --master-addr localhost train.py
 launch --explain maybe train.py
 launch --sync=yes train.py
+launch s.sh
+launch adir
+launch -m nosuch.module
+launch -m train.py
+launch --no-python nothere
+launch --no-python ./nothere.sh
+launch --help-all
+launch --verison
+launch \u2013nproc-per-node 2 train.py
+launch trian.py
 run
 run --
+run \u2013nnodes 2 -- true
+check \u2013nproc-per-node 2
+check --nproc-per-node 99999
 run --wat python train.py
 run --nnodes 2 -- true
 run --preflight short -- true
@@ -78,6 +91,10 @@ report --format pdf
 report --module nosuch*
 report -o /nowhere/x
 report --wat
+report train.py
+report adir
+report \u2013rank 0
+runs --runs-dir train.py
 runs --last 0
 runs --format xml
 runs --like nope
@@ -87,6 +104,7 @@ top --format json
 stacks --format xml
 diff
 diff a
+diff adir
 diff latest nope
 diff latest --rank x
 explain GW299
@@ -114,6 +132,7 @@ lanch train.py
 train.py
 --nproc-per-node 2 train.py
 --wat
+--verison
 launch --modules train.py
 launch --runs-dir /proc/runs train.py
 stacks nope
@@ -132,6 +151,8 @@ NOT_A_SENTENCE = ("Traceback", "Errno", "None")
 def run_in(tmp_path_factory):
     """(command line) -> (exit code, what it printed), in a folder with a script and a run that is over."""
     folder = tmp_path_factory.mktemp("my project")
+    (folder / "adir").mkdir()
+    (folder / "s.sh").write_text("echo hi\n")
     (folder / "train.py").write_text("import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("GPUWATCH_", "PET_", "SLURM"))}
     log = folder / "log"

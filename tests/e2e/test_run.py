@@ -262,6 +262,7 @@ def test_the_variables_are_one_dict(refused, monkeypatch):
     [
         (("run",), {}, 2, "expected a command to run, found none"),
         (("run", "--", "no-such-command-anywhere"), {}, 127, "no-such-command-anywhere: command not found"),
+        (("run", "--", "mkdirr", "x"), {}, 127, "mkdirr: command not found; did you mean mkdir?"),
         (("run", "--", "./no-such-file"), {}, 127, "./no-such-file: no such file"),
         (("run", "--", "/"), {}, 126, "/: is a directory"),
         (("run", "--", __file__), {}, 126, "permission denied; to run it: gpuwatch run -- python"),

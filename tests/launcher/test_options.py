@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,9 @@ from gpuwatch.launcher.options import (
     get_check_parser,
     get_parser,
     get_run_parser,
+    parse_check,
     parse_launch,
+    parse_run,
     worker_settings,
 )
 from gpuwatch.launcher.plan import limit_rendezvous
@@ -504,3 +507,38 @@ def test_the_command_that_is_sent_has_no_secret():
     sent = masked_command(without_addresses(line, [line[1], command]))
 
     assert sent == ["--notify", "...", "--notify", "curl --token *** ...", "train.py", "--password=***"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--help-all", "unrecognized arguments: --help-all; did you mean --help?"),
+        ("--nproc-per-node 2 --nnode=2", "expected a training script, found none"),  # a shortened --nnodes
+        ("--verison", "unrecognized arguments: --verison; did you mean gpuwatch --version?"),
+        ("--evry=3", "unrecognized arguments: --evry; did you mean --every?"),
+        ("--nproc-per-node 2", "expected a training script, found none"),
+    ],
+)
+def test_without_a_script_an_unknown_option_is_what_is_wrong(line, told):
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}"):
+        get_parser().parse_args(line.split())
+
+
+@pytest.mark.parametrize(
+    ("parse", "line"),
+    [
+        (parse_launch, "\u2013nproc-per-node 2 train.py"),
+        (parse_launch, "--standalone \u2013nproc-per-node 2 train.py"),
+        (parse_check, "\u2013nproc-per-node 2"),
+        (parse_run, "\u2013node-rank 0 -- python train.py"),
+    ],
+)
+def test_an_option_from_a_web_page_is_told_how_to_be_typed(parse, line):
+    with pytest.raises(UsageError, match=r"which begins with an en dash; did you mean --n(proc-per-node|ode-rank)[?]"):
+        parse(line.split())
+
+
+def test_a_file_whose_name_begins_with_another_dash_is_a_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("\u2013standalone").touch()
+    assert parse_launch(["\u2013standalone"]).training_script == "\u2013standalone"

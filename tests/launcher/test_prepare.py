@@ -4,8 +4,8 @@ import os
 
 import pytest
 from gpuwatch.core.errors import UsageError
+from gpuwatch.launcher.expect import expect_place
 from gpuwatch.launcher.fill_in import expect_address, fill_in_from_job
-from gpuwatch.launcher.launch_job import expect_place
 from gpuwatch.launcher.options import get_parser
 from gpuwatch.launcher.plan import make_plan
 

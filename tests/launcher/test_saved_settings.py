@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.options import parse_check, parse_launch, parse_run
 from gpuwatch.launcher.saved_settings import saved_runs_dir
+
+from ..core.test_names import all_modules
+from ..parsed import nodes_of
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +194,46 @@ def test_no_secret_of_a_setting_is_shown(capsys, monkeypatch):
     assert args.notify == [command]
     assert [note for note in args.notes if "--notify" in note]
     assert "hunter2" not in " ".join(args.notes) + capsys.readouterr().out
+
+
+@pytest.mark.parametrize("parse", [parse_launch, parse_check, lambda words: parse_run(["--", *words])])
+def test_a_variable_that_is_typed_wrong_is_refused(parse, monkeypatch):
+    monkeypatch.setenv("GPUWATCH_ERVY", "3")
+    with pytest.raises(UsageError) as refused:
+        parse(["train.py"])
+    assert refused.value.text == (
+        "GPUWATCH_ERVY: expected a variable that gpuwatch reads, found no such one; did you mean GPUWATCH_EVERY? "
+        "(all options: gpuwatch launch --show-settings)"
+    )
+
+
+def test_a_variable_that_is_like_no_option_is_told_and_the_job_starts(monkeypatch):
+    monkeypatch.setenv("GPUWATCH_HOME", "/opt/gpuwatch")
+    assert parse_launch(["train.py"]).notes == ["GPUWATCH_HOME is set, and gpuwatch reads no such variable [GW426]"]
+
+
+def test_variables_of_a_service_in_kubernetes_are_no_options(monkeypatch):
+    """It gives them to each container of a namespace with a service that is named gpuwatch-collector."""
+    for service in ("GPUWATCH", "GPUWATCH_COLLECTOR"):
+        port = "tcp://10.0.0.11:29401"
+        values = {"SERVICE_HOST": "10.0.0.11", "SERVICE_PORT": "29401", "SERVICE_PORT_METRICS": "9400", "PORT": port}
+        values |= {"PORT_29401_TCP": port, "PORT_29401_TCP_ADDR": "10.0.0.11", "PORT_29401_TCP_PORT": "29401"}
+        for name, value in values.items():
+            monkeypatch.setenv(f"{service}_{name}", value)
+    args = parse_launch(["train.py"])
+    assert (args.collector_port, args.notes) == (None, [])
+
+
+def test_every_variable_that_gpuwatch_itself_reads_is_known(monkeypatch):
+    named = re.compile(r"GPUWATCH_[A-Z_]+")
+    texts = (
+        node.value
+        for path in all_modules()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.fullmatch(node.value)
+    )
+    found = set(texts) - {"GPUWATCH_"}
+    assert {"GPUWATCH_WORKER", "GPUWATCH_LATE_DEVICE", "GPUWATCH_RUNS_DIR"} <= found
+    for name in found:
+        monkeypatch.setenv(name, "")
+    assert not [note for note in parse_launch(["train.py"]).notes if "reads no such variable" in note]

@@ -72,6 +72,16 @@ def test_a_watched_training_can_be_read(folders):
     assert handle.report() == "No overflow: 1 rank, 3 batches, every watched tensor finite."
 
 
+def test_a_verdict_is_shown_in_one_line(folders):
+    model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
+    with gpuwatch.watch(model, on_overflow="continue") as handle:
+        model(X)
+    verdict = handle.verdict()
+    shown = f"<overflow, established: {verdict.statement} [GW104]"
+    assert repr(verdict) == str(verdict) and repr(verdict).startswith(shown)
+    assert repr(verdict).removeprefix(shown) in ("; see also .evidence, .next>", "; see also .evidence, .next, .cause>")
+
+
 def test_a_model_that_ran_without_hooks_is_not_called_clean(folders):
     """Somebody has cleared torch's global hooks."""
     model = net()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -265,7 +266,14 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
     Returns the operation that made an inf or nan of the output, with its line and the sizes of its operands, and all
     operations by their headroom. Buffers, attributes and random numbers are then as before. It waits for the device.
     Errors of the forward are raised. Compiled modules run eagerly where torch can (2.6 and later).
+
+    The text of a message's code is told by the command: gpuwatch explain GW104
     """
+    if isinstance(module, str):
+        raise TypeError(
+            f"explain: expected a module and what it is called with, found {module!r}; what a code means is told by: "
+            f"gpuwatch explain {quote(module)}"
+        )
     run = unwrap(module)
     watch = OperationWatch("", {id(part): name for name, part in walk(run)}, sys._getframe(1))
     seen: list[SeenOperation] = []

@@ -191,8 +191,10 @@ def test_as_json(runs):
     ("arguments", "words"),
     [
         ((), "expected two runs, or one with --rank A,B or --batch A,B, found 0 runs"),
-        (("same",), "found 1 run and one rank and batch of it"),
+        (("same",), "found 1 run and one rank and batch of it; as: gpuwatch diff same --rank 0,1"),
         (("same", "nowhere"), "found none at 'nowhere'"),
+        (("nowhere",), "found none at 'nowhere'"),
+        (("smae", "later"), "found none at 'smae'; did you mean same?"),
         (("same", "again", "--rank", "x"), "--rank: expected one number, or one for each side as 0,1, found 'x'"),
         (("same", "again", "--rank", "7"), "--rank: expected a rank of run same (0), found 7"),
         (("same", "later", "--batch", "4,9"), "in the store of run later (4, 5), found 9"),

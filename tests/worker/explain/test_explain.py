@@ -102,3 +102,8 @@ def test_code_without_a_file_has_no_line():
     thread.start()
     thread.join()
     assert ":0:" not in str(names["found"]) and "aten.addmm.default" in str(names["found"])
+
+
+def test_the_code_of_a_message_is_told_where_its_text_is():
+    with pytest.raises(TypeError, match=r"expected a module .*, found 'GW104'; .*: gpuwatch explain GW104$"):
+        gpuwatch.explain("GW104")
