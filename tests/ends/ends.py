@@ -14,6 +14,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 JOB = Path(__file__).parents[1] / "e2e" / "scripts" / "bad_ends.py"
+
+
+PATIENCE_S = 120
 
 
 class BadEnd(NamedTuple):
@@ -105,13 +109,23 @@ def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJ
             for command in commands
         ]
         with ThreadPoolExecutor(len(started)) as pool:
-            errors = list(pool.map(lambda process: process.communicate(timeout=600)[1], started))
+            errors = list(pool.map(output_of, started))
         seconds = time.monotonic() - began
         reports = list(Path(folder).glob("gpuwatch-runs/*-*/report.json"))
         verdict = json.loads(reports[0].read_text())["verdict"] if reports else None
     if verdict is None:
         return EndedJob(way, guilty, nproc, "wrong", seconds, f"no report: {errors[0][-300:]}")
     return EndedJob(way, guilty, nproc, grade(way, guilty, nproc, verdict), seconds, text_of(verdict))
+
+
+def output_of(launch: subprocess.Popen[str]) -> str:
+    """What it has told. A job that torchrun does not end is ended as its user would: it waits for a node that has left,
+    or for a rank that is stopped."""
+    try:
+        return launch.communicate(timeout=PATIENCE_S)[1]
+    except subprocess.TimeoutExpired:
+        launch.send_signal(signal.SIGINT)
+        return launch.communicate(timeout=600)[1]
 
 
 @contextmanager
@@ -156,7 +170,7 @@ def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
     if named != at_fault:  # one of several that were at fault, and that torchrun stopped before they could say so
         is_over = verdict["certainty"] == "established" and not named < at_fault
         return "over-sure" if is_over else "less"
-    if verdict["kind"] not in way.kinds:
+    if verdict["kind"] not in (*way.kinds, "interrupted"):
         return "wrong"
     return "right"
 
