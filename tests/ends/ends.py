@@ -119,12 +119,12 @@ def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJ
 
 
 def output_of(launch: subprocess.Popen[str]) -> str:
-    """What it has told. A job that torchrun does not end is ended as its user would: it waits for a node that has left,
+    """What it has told. A job that torchrun does not end is ended as by `scancel`: it may wait for a node that left,
     or for a rank that is stopped."""
     try:
         return launch.communicate(timeout=PATIENCE_S)[1]
     except subprocess.TimeoutExpired:
-        launch.send_signal(signal.SIGINT)
+        launch.send_signal(signal.SIGTERM)
         return launch.communicate(timeout=600)[1]
 
 
