@@ -78,7 +78,7 @@ def test_a_signal_ends_a_launch_that_waits_for_dns(bench):
     )
     bench.started.append(process)
     sockets = Path(f"/proc/{process.pid}/net/udp")
-    while process.poll() is None and sockets.read_text().count(ASKS) < 2:  # torch's, and the node agent's
+    while process.poll() is None and sockets.read_text().count(ASKS) < 3:  # the launch's own, torch's, the node agent's
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     run = bench.finish(process)
