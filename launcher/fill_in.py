@@ -30,11 +30,11 @@ from .slurm_variables import SLURM
 
 _SCHEDULERS = (SLURM,)
 
+_MEETS = {"head": JobVariable(("MASTER_ADDR",)), "port": port(("MASTER_PORT",))}
 _PLAIN = {
     "nodes": nodes(("NNODES",)),
     "node_rank": whole(("NODE_RANK",)),
-    "head": JobVariable(("MASTER_ADDR",)),
-    "port": port(("MASTER_PORT",)),
+    **_MEETS,
     "nproc": JobVariable(("NPROC_PER_NODE",)),
 }
 
@@ -77,8 +77,7 @@ _MPI = {
     "rank": whole(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")),
     "tasks_here": whole(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")),
     "job_id": JobVariable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
-    "head": JobVariable(("MASTER_ADDR",)),
-    "port": port(("MASTER_PORT",)),
+    **_MEETS,
 }
 
 
@@ -109,8 +108,7 @@ _BY_HAND = {
     "size": whole(("WORLD_SIZE",)),
     "rank": whole(("RANK",)),
     "tasks_here": whole(("LOCAL_WORLD_SIZE",)),
-    "head": JobVariable(("MASTER_ADDR",)),
-    "port": port(("MASTER_PORT",)),
+    **_MEETS,
 }
 _KUBERNETES = "KUBERNETES_SERVICE_HOST"
 """Each pod has it. There RANK may be the pod's own, and MASTER_ADDR `localhost` in the first one alone."""

@@ -57,7 +57,7 @@ def launch(arguments: list[str]) -> int:
     expect_script(args)
     expect_program(args)
     expect_place(args, plan)
-    return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
+    return _run(args, plan, ["gpuwatch", "launch", *arguments], job, number_of_ranks(args))
 
 
 def check(arguments: list[str]) -> int:
@@ -66,12 +66,13 @@ def check(arguments: list[str]) -> int:
     job = fill_in_from_job(args, get_check_parser, arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_place(args, plan)
+    nproc = number_of_ranks(args)
     if not args.force:
-        expect_room(number_of_ranks(args))
+        expect_room(nproc)
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
-    return _run(args, plan, ["gpuwatch", "check", *arguments], job)
+    return _run(args, plan, ["gpuwatch", "check", *arguments], job, nproc)
 
 
 def _tell_of_unknown_host(plan: CollectorPlan) -> None:
@@ -98,8 +99,9 @@ def _is_this_host(host: str) -> bool:
     return _matches_machine_hostname(host)
 
 
-def _run(args: argparse.Namespace, plan: CollectorPlan, command: list[str], job: SchedulerFacts | None) -> int:
-    nproc = number_of_ranks(args)
+def _run(
+    args: argparse.Namespace, plan: CollectorPlan, command: list[str], job: SchedulerFacts | None, nproc: int
+) -> int:
     _tell_of_unknown_host(plan)
     keys = job_keys(args, plan)
     with signals_raise() as signals:

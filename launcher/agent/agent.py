@@ -445,8 +445,10 @@ class NodeAgentLoop:
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)
-        kept = f"; this node's records are in {spool}, read them with: {command_for(spool)}" if spool else ""
-        kept += "; the report of the job's run has them, too, if it is made again beside that file" if spool else ""
+        kept = ""
+        if spool:
+            kept = f"; this node's records are in {spool}, read them with: {command_for(spool)}"
+            kept += "; the report of the job's run has them, too, if it is made again beside that file"
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)

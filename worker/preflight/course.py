@@ -191,10 +191,12 @@ class PreflightRun:
 
     def _unanswered(self) -> list[PreflightFinding]:
         """A node whose records do not reach the collector; its first rank says so. The others hear it in the store."""
+        if self._me.local_rank != 0:
+            return []
         folder, deadline = Path(self._settings.recorder_dir), time.monotonic() + _ANSWER_S
-        while (there := unanswered(folder)) and self._me.local_rank == 0 and time.monotonic() < deadline:
+        while (there := unanswered(folder)) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
-        if not there or self._me.local_rank != 0:
+        if not there:
             return []
         host = self._parts.facts.host or host_name()
         sentence = f"{host} gets no answer from gpuwatch's collector at {there}: the report will lack its ranks"
