@@ -63,7 +63,7 @@ TORCH ?=
 MATRIX ?=
 matrix:  ## the tests with other releases of torch and Python, which makes docs/versions.md; hours (TORCH=, PYTHON=)
 	python3 tests/matrix.py --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH)) \
-	    $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON)) $(MATRIX)
+	    $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON)) $(if $(ONCE_MORE),--once-more) $(MATRIX)
 
 FUZZ_S ?= 600
 fuzz: $(READY)  ## what reads bytes, each reader for ten minutes (FUZZ_S), guided by coverage
@@ -78,7 +78,8 @@ gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured the
 # It makes a virtual environment of its own, of 5.5 GB: torch's build for CUDA. SAMPLE=--sample: one test of each kind.
 SAMPLE ?=
 cuda-stub:  ## without a GPU: torch's build for CUDA on a stand-in for the driver (tests/fakes/cuda); a quarter of an hour
-	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE) $(if $(TORCH),--torch $(TORCH))
+	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE) $(if $(TORCH),--torch $(TORCH)) \
+	    $(if $(ONCE_MORE),--once-more)
 
 lint: $(READY)  ## formatting and lint rules; a warning of the C compiler is an error
 	$(BIN)/ruff format --check .

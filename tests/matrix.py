@@ -63,6 +63,8 @@ SHORT = (
         QUICK,
     ),
 )
+ALONE = "==== once more, alone"
+"""tests/once_more.py begins a line with it: what comes then is no longer the run itself."""
 MARKS = "<!-- made by tests/matrix.py: from here -->", "<!-- to here -->"
 
 
@@ -103,6 +105,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="a minute of tests: attach, hooks, compile, one overflow")
     parser.add_argument("--remove", action="store_true", help="remove each environment after its run")
     parser.add_argument("--no-page", action="store_true", help="leave docs/versions.md as it is")
+    parser.add_argument(
+        "--once-more", action="store_true", help="run what failed once more, alone (tests/once_more.py)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (2)")
     return parser.parse_args()
 
@@ -136,7 +141,7 @@ def run_pair(torch: str, python: str, args: argparse.Namespace) -> Row:
         began = time.monotonic()
         counts: dict[str, int] = {}
         for selection in SHORT if args.short else ALL:
-            for what, number in test(place, pytest_of(place, selection, args.jobs)).items():
+            for what, number in test(place, pytest_of(place, selection, args)).items():
                 counts[what] = counts.get(what, 0) + number
         print(f"==== tested in {time.monotonic() - began:.0f} s", flush=True)
     finally:
@@ -145,7 +150,7 @@ def run_pair(torch: str, python: str, args: argparse.Namespace) -> Row:
     is_good = not (counts.get("failed") or counts.get("error") or counts.get("errors")) and bool(counts.get("passed"))
     kinds = [
         f"{number} {what}"
-        for what in ("passed", "failed", "error", "errors", "skipped")
+        for what in ("passed", "failed", "flaky", "error", "errors", "skipped")
         if (number := counts.get(what))
     ]
     text = ", ".join(kinds) or "nothing ran"
@@ -207,24 +212,27 @@ def dependencies() -> list[str]:
     return [name for name in re.findall(r'"([^"]+)"', block[1]) if not name.startswith("torch")]
 
 
-def pytest_of(place: Path, selection: tuple[str, ...], jobs: int) -> list[str]:
-    python = str(place / "bin" / "python")
-    return [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(jobs), *selection]
+def pytest_of(place: Path, selection: tuple[str, ...], args: argparse.Namespace) -> list[str]:
+    how = ["tests/once_more.py", "run"] if args.once_more else ["-m", "pytest"]
+    options = ["-q", "-p", "no:cacheprovider", "-n", str(args.jobs)]
+    return [str(place / "bin" / "python"), *how, *options, *selection]
 
 
-def test(place: Path, command: list[str]) -> dict[str, int]:
-    """What pytest counts. Its output goes to this script's own."""
+def test(place: Path, command: list[str], folder: Path = ROOT) -> dict[str, int]:
+    """What pytest counts, with `flaky` for what failed and passed alone. Its output goes to this script's own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    last = ""
-    for line in process.stdout:
-        sys.stdout.write(line)
-        last = line if re.search(r"\d+ (passed|failed|error|skipped)", line) else last
-    process.wait()
+    last, is_alone = "", False
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            is_alone = is_alone or line.startswith(ALONE)
+            last = line if not is_alone and re.search(r"\d+ (passed|failed|error|skipped)", line) else last
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last)}
     if process.returncode not in (0, 1) and not counts.get("failed"):
         counts["errors"] = counts.get("errors", 0) or 1
+    if process.returncode == 0 and is_alone:
+        counts["flaky"] = counts.pop("failed", 0) + counts.pop("error", 0) + counts.pop("errors", 0)
     return counts
 
 

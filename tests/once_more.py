@@ -1,6 +1,6 @@
-"""Runs pytest, and then each test that failed once more, alone: so .ci/run runs `make test` and `make slow`.
+"""Runs pytest, and then each test that failed once more, alone: so .ci/run runs all its tests.
 
-A test that passes alone is flaky. The run is good with at most three of them, of both targets together. They are kept
+A test that passes alone is flaky. The run is good with at most three of them, of all targets together. They are kept
 in build/once-more/flaky.json, and `make flaky` runs each of them thirty times.
 
     python tests/once_more.py run -m 'not slow' --numprocesses 2      with pytest's own options, from the root
@@ -138,6 +138,8 @@ class FlakyTest:
     """Of its first failure."""
     options: list[str]
     """Pytest's, of the run in which it failed."""
+    python: str
+    """The interpreter of that run: `make matrix` and `make cuda-stub` have environments of their own."""
 
 
 def run(options: list[str]) -> int:
@@ -162,7 +164,7 @@ def run(options: list[str]) -> int:
             print(f"\n==== pytest ended with {code_alone}: nothing else is run again", flush=True)
             return code
         if has_passed(code_alone, alone):
-            add(FlakyTest(test, output, options))
+            add(FlakyTest(test, output, options, sys.executable))
         else:
             twice.append(test)
     tell_flaky()
@@ -231,7 +233,7 @@ def add(flaky: FlakyTest) -> None:
 
 
 def tell_flaky() -> None:
-    """`make slow` repeats those of `make test`, so that the end of `.ci/run` shows all.
+    """Each target repeats those of the targets before it, so that the end of `.ci/run` shows all.
 
     ==== flaky: passed alone
     tests/test_command.py::test_help
@@ -257,6 +259,9 @@ def run_many(times: int) -> int:
     if not flaky_tests():
         print(f"{FLAKY} has no flaky test: .ci/run writes it")
     for flaky in flaky_tests():
+        if flaky.python != sys.executable:
+            print(f"not run, it failed with another Python ({flaky.python}): {flaky.test}", flush=True)
+            continue
         failures = []
         for _ in range(times):
             code, ending = run_alone(flaky.test, flaky.options, quiet=True)

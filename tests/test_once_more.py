@@ -1,5 +1,6 @@
 """What failed runs once more, alone: real runs of pytest, each on a few small tests."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -239,6 +240,30 @@ def test_it():
 
     assert runs.run() == 0
     assert runs.reruns == [] and runs.table == ["test_it"]  # as `make slow` repeats what `make test` found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tests", "counts"), [("", {}), ("def test_bad(): assert 1 == 2\n", {"failed": 2})])
+def test_with_another_torch_what_passes_alone_is_counted_as_flaky(runs, monkeypatch, tests, counts):
+    spec = importlib.util.spec_from_file_location("matrix", HERE / "matrix.py")
+    matrix = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "matrix", matrix)  # for its dataclass
+    spec.loader.exec_module(matrix)
+    runs.write("def test_good(): pass\n" + flaky("now_and_then") + tests)
+    command = [sys.executable, str(HERE / "once_more.py"), "run", "-q", "-p", "no:cacheprovider"]
+    assert matrix.test(Path(sys.prefix), command, runs.folder) == {"passed": 1, **(counts or {"flaky": 1})}
+
+
+@pytest.mark.slow
+def test_what_failed_with_another_python_is_not_run_with_this_one(runs):
+    runs.write(flaky("now_and_then"))
+    assert runs.run() == 0
+    file = runs.folder / "build" / "once-more" / "flaky.json"
+    [entry] = json.loads(file.read_text())
+    assert entry["python"] == sys.executable
+    file.write_text(json.dumps([{**entry, "python": "/no/such/python"}]))
+    assert runs.run_many(2) == 0
+    assert "not run, it failed with another Python (/no/such/python): test_it.py::test_now_and_then" in runs.output
 
 
 # -- a run that no second one makes good ------------------------------------------------------------------------------

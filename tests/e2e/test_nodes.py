@@ -37,7 +37,9 @@ def test_two_nodes_make_one_report_and_end_together(bench, port):
     for run in runs:
         assert report["verdict"]["statement"] in run.stderr.replace("\n", " ")
         assert "keys derived from the rendezvous id" in run.stderr
-    assert all(rank["frames"] for rank in report["ranks"])
+    stopped, named = report["ranks"]
+    assert named["frames"]
+    assert stopped["frames"] or stopped["exit"] == -signal.SIGTERM, "torchrun may stop it as its batch begins"
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
     assert [entry["rank"] for entry in ranks] == list(range(nproc))
     for entry in ranks:
         frames = {frame["module"]: frame for frame in entry["frames"]}
-        assert {frame["batch"] for frame in entry["frames"]} == {batch}
+        assert {frame["batch"] for frame in entry["frames"]} <= {batch}
+        if entry["rank"] != rank and entry["exit"] == -signal.SIGTERM and "block.widen" not in frames:
+            continue  # it was slow: torchrun stopped it before it came to this module
         output = next(row for row in frames["block.widen"]["rows"] if row["role"] == "output")
         assert output["posinf"] is (entry["rank"] == rank)
         weight = next(row for row in frames["block.widen"]["rows"] if row["role"] == "weight")
@@ -138,7 +140,9 @@ def test_the_report_can_be_read_and_made_again(bench):
 def test_at_most_as_many_frames_as_asked_for(bench):
     run = bench.launch("ddp_overflow.py", *PLAIN, "--max-frames", "1", args=("--rank", "1", "--batch", "1"))
 
-    assert [[frame["module"] for frame in rank["frames"]] for rank in run.report["ranks"]] == [["block.widen"]] * 2
+    other, named = run.report["ranks"]
+    assert [frame["module"] for frame in named["frames"]] == ["block.widen"]
+    assert len(other["frames"]) <= 1, "torchrun may have stopped it before its first module of the batch had ended"
 
 
 @slow

@@ -64,7 +64,8 @@ def run(options: argparse.Namespace, python: Path, environment: dict[str, str]) 
         return subprocess.run([os.environ.get("SHELL", "sh")], env=environment).returncode
     tests = options.pytest or [*(SAMPLE if options.sample else TESTS)]
     left_out = " or ".join(name.rpartition("::")[2] for name in NOT_ANSWERED)
-    command = [python, "-m", "pytest", "-q", "-m", "(gpu or stand_in) and not soak", "-k", f"not ({left_out})"]
+    how = ["tests/once_more.py", "run"] if options.once_more else ["-m", "pytest"]
+    command = [python, *how, "-q", "-m", "(gpu or stand_in) and not soak", "-k", f"not ({left_out})"]
     command += ["-W", "ignore:Warning only once for all operators"]  # torch 2.11, of kernels that are replaced
     command += ["-W", "ignore:Synchronization debug mode", "--numprocesses", str(options.jobs), "--dist", "loadfile"]
     return subprocess.run([*command, *tests], cwd=CHECKOUT, env=environment).returncode
@@ -75,6 +76,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--torch", default="2.14.1", help="the release of torch, of which the CUDA build is taken")
     parser.add_argument("--sample", action="store_true", help="one of each kind")
     parser.add_argument("--shell", action="store_true", help="no tests: a shell with the stand-in")
+    parser.add_argument(
+        "--once-more", action="store_true", help="run what failed once more, alone (tests/once_more.py)"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("pytest", nargs="*", help="what pytest is told, in place of all tests")
     return parser.parse_args()
