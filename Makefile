@@ -16,7 +16,7 @@ ONCE_MORE ?=
 PYTHON_INCLUDE = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))")
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow frameworks flaky sanitize soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
+.PHONY: help demo test slow frameworks flaky sanitize soak matrix fuzz gpu gpu-quick cuda-stub lint named typecheck docs check ci-here clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -74,6 +74,12 @@ fuzz: $(READY)  ## what reads bytes, each reader for ten minutes (FUZZ_S), guide
 # It needs no install: it runs with the torch that is there.
 gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py
+
+# CALL=2 adds the second half to the table of the first; QUICK=--rehearsal: small sizes, where no figure counts.
+CALL ?= 1
+QUICK ?=
+gpu-quick:  ## the same in two calls of six minutes at most, what decides first: CALL=1, then CALL=2
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py --quick $(CALL) $(QUICK)
 
 # It makes a virtual environment of its own, of 5.5 GB: torch's build for CUDA. SAMPLE=--sample: one test of each kind.
 SAMPLE ?=

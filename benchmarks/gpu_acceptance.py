@@ -1,6 +1,8 @@
 """Does gpuwatch hold on this machine's GPUs? The tests marked gpu, then measurements, each with pass or fail.
 
-    python benchmarks/gpu_acceptance.py                    (or: make gpu)
+    python benchmarks/gpu_acceptance.py --quick 1          (or: make gpu-quick) what decides, in six minutes at most
+    python benchmarks/gpu_acceptance.py --quick 2          the rest of it, in six more
+    python benchmarks/gpu_acceptance.py                    (or: make gpu) all of it
     python benchmarks/gpu_acceptance.py --lines registration,syncs,overflow --no-tests
     python benchmarks/gpu_acceptance.py --device cpu-late  (no GPU: a device on the CPU whose numbers arrive late)
 
@@ -14,8 +16,10 @@ Those are, where they are not installed: pyzmq, msgspec, click, rich, psutil, ji
 pytest and hypothesis; for the comparison with its class transformers. gpuwatch itself need not be installed: a link
 named `gpuwatch` to the checkout, in a folder on PYTHONPATH, stands for an install, and is made here if it is missing.
 
-Each line runs in a process of its own: one that fails or hangs does not stop the others. At the end there is a table
-in Markdown and a JSON file. The exit code is 1 if a line failed, 2 for wrong usage. docs/gpu.md says what each means.
+Each line runs in a process of its own: one that fails or hangs does not stop the others. Each row is printed, and
+written into a JSON file and a table in Markdown beside it, as soon as it is known: a run that is cut off leaves all
+that it found, and `--after LINE` goes on. The exit code is 1 if a line failed, 2 for wrong usage. docs/gpu.md says
+what each means.
 """
 
 from __future__ import annotations
@@ -32,14 +36,21 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from gpu_lines.lines import LINES, Line, Row, first_line, passed
+from gpu_lines.lines import LINES, QUICK, REHEARSAL, Line, Row, first_line, passed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _MARK = "gpu-acceptance-rows "
 _TESTS_S = 900
+_QUICK_MINUTES = 5.5
+"""A command on a machine that is lent for a quarter of an hour."""
+_TOO_SHORT_S = 5.0
+"""A line that has less time is not begun."""
+_ASK_S = 0.2
 _INI = """\
 [pytest]
 addopts = --import-mode=importlib --confcutdir={checkout}/tests
@@ -61,27 +72,89 @@ def main() -> int:
     if why:
         print(f"gpuwatch: no GPU here, nothing to do ({why}); without one: --device cpu-late")
         return 0
+    ends = time.monotonic() + options.minutes * 60
+    lines, goes_on = list(options.lines), options.after is not None or options.quick == max(QUICK)
+    if options.after is not None:
+        lines = lines[lines.index(options.after) + 1 :]
+    found = Findings(options.json, options.device, kept=[] if not goes_on else rows_in(options.json, lines))
     with tempfile.TemporaryDirectory(prefix="gpuwatch-acceptance-") as folder:
         environment = environment_of(options.device, folder)
-        found: list[tuple[str, Row]] = []
         if options.tests and options.device == "cuda":
-            found += tell("tests", [gpu_tests(environment, folder)])
-        for line in options.lines:
-            late = options.device == "cpu-late"
-            rows = run(line, options.device, environment) if line.late or not late else [needs_gpu(line)]
-            found += tell(line.name, rows)
-    text = table(found)
-    print(f"\n{text}")
-    document = {
-        "device": options.device,
-        "machine": machine(options.device),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "rows": [{"line": name, **asdict(row)} for name, row in found],
-    }
-    options.json.write_text(json.dumps(document, indent=1) + "\n")
-    failed = [row for _, row in found if row.verdict == "fail"]
-    print(f"\n{len(failed)} of {len(found)} rows failed; written to {options.json}")
+            found.add("tests", [gpu_tests(environment, folder)])
+        for line in lines:
+            limit_s = min(line.limit_s, ends - time.monotonic())
+            if options.device == "cpu-late" and not line.late:
+                found.add(line.name, [Row(line.what, "skipped", note="needs a GPU")])
+            elif limit_s < _TOO_SHORT_S:
+                note = f"not begun: the {options.minutes:g} minutes are over; --after and the line before it goes on"
+                found.add(line.name, [Row(line.what, "skipped", note=note)])
+            else:
+                found.add(line.name, run(line, options.device, environment, limit_s))
+    print(f"\n{found.table}")
+    failed = [row for _, row in found.rows if row.verdict == "fail"]
+    print(f"\n{len(failed)} of {len(found.rows)} rows failed; written to {options.json} and {found.markdown}")
     return 1 if failed else 0
+
+
+@dataclass
+class Findings:
+    """All rows, in a file from the first one on."""
+
+    file: Path
+    device: str
+    kept: list[tuple[str, Row]]
+    """Of earlier calls."""
+    own: list[tuple[str, Row]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, Row]]:
+        """(name of the line, row)"""
+        return [*self.kept, *self.own]
+
+    @property
+    def markdown(self) -> Path:
+        """The table's file."""
+        return self.file.with_suffix(".md")
+
+    @property
+    def table(self) -> str:
+        """In Markdown."""
+        lines = ["| line | what | verdict | figure | target | note |", "|---|---|---|---|---|---|"]
+        for name, row in self.rows:
+            cells = (name, row.what, row.verdict, row.figure, row.target, row.note)
+            lines.append(f"| {' | '.join(text.replace('|', '/').replace(chr(10), ' ') for text in cells)} |")
+        return "\n".join(lines)
+
+    def add(self, name: str, rows: Iterable[Row]) -> None:
+        """Write and print each row as it comes."""
+        for row in rows:
+            self.own.append((name, row))
+            document = {
+                "device": self.device,
+                "machine": machine(self.device),
+                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "rows": [{"line": name, **asdict(row)} for name, row in self.rows],
+            }
+            write(self.file, json.dumps(document, indent=1) + "\n")
+            write(self.markdown, f"{self.table}\n")
+            parts = [row.figure, f"({row.target})" if row.target else "", row.note]
+            print(f"{row.verdict:<8}{row.what}: {' '.join(part for part in parts if part)}", flush=True)
+
+
+def write(file: Path, text: str) -> None:
+    """Whole, or not at all."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
+
+
+def rows_in(file: Path, lines: list[Line]) -> list[tuple[str, Row]]:
+    """Those that an earlier call has written, but for lines that are run now."""
+    if not file.is_file():
+        return []
+    names = {line.name for line in lines}
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return [(name, Row(**row)) for row in rows if (name := row.pop("line")) not in names]
 
 
 def parse() -> argparse.Namespace:
@@ -89,16 +162,37 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu-late"), default="cuda")
     parser.add_argument("--lines", type=chosen, default=list(LINES), help=f"of {', '.join(one.name for one in LINES)}")
+    quick = "the lines that decide, in their order: 1, then 2, which adds its rows to those of 1"
+    parser.add_argument("--quick", type=int, choices=list(QUICK), help=quick)
+    after = "go on after this line of the choice: the rows of the JSON file that is there are kept"
+    parser.add_argument("--after", metavar="LINE", help=after)
+    most = f"end after so many ({_QUICK_MINUTES:g} with --quick, else no limit)"
+    parser.add_argument("--minutes", type=float, help=most)
+    parser.add_argument("--rehearsal", action="store_true", help="small sizes: no figure counts")
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="leave out the tests marked gpu")
     parser.add_argument("--json", type=Path, default=Path("gpu-acceptance.json"), metavar="FILE")
     parser.add_argument("--one", choices=[line.name for line in LINES], help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.tests = False
+        options.lines = chosen(";".join(QUICK[options.quick]))
+    if options.minutes is None:
+        options.minutes = _QUICK_MINUTES if options.quick else float("inf")
+    if options.after is not None:
+        names = [line.name for line in options.lines]
+        if options.after not in names:
+            parser.error(f"argument --after: expected one of {'; '.join(names)}, found {options.after!r}")
+        options.after = options.lines[names.index(options.after)]
+        options.tests = False
+    if options.rehearsal:
+        os.environ[REHEARSAL] = "1"
+    return options
 
 
 def chosen(text: str) -> list[Line]:
-    """Lines by their names."""
+    """Lines by their names, with commas between them; with semicolons where a name has a comma."""
     by_name = {line.name: line for line in LINES}
-    names = [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(";" if ";" in text or text in by_name else ",")]
     if wrong := [name for name in names if name not in by_name]:
         raise argparse.ArgumentTypeError(f"expected lines of {', '.join(by_name)}, found {wrong[0]!r}")
     return [by_name[name] for name in names]
@@ -139,27 +233,29 @@ def one(name: str, device: str) -> int:
     return 0
 
 
-def run(line: Line, device: str, environment: dict[str, str]) -> list[Row]:
-    """A line's rows; the last one says how it failed, if it did."""
+def run(line: Line, device: str, environment: dict[str, str], limit_s: float) -> Iterator[Row]:
+    """A line's rows as they come; the last one says how it failed, if it did."""
     command = [sys.executable, __file__, "--one", line.name, "--device", device]
-    with tempfile.TemporaryFile("w+") as output:
+    ends, code, words, left = time.monotonic() + limit_s, None, "", ""
+    with tempfile.NamedTemporaryFile("w") as file, Path(file.name).open(errors="replace") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         try:
-            code: int | None = process.wait(line.limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            while code is None and time.monotonic() < ends:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_ASK_S)
+                *lines, left = (left + output.read()).split("\n")
+                words = next((text for text in reversed(lines) if text.strip()), words)
+                for text in lines:
+                    if text.startswith(_MARK):
+                        yield Row(**json.loads(text.removeprefix(_MARK)))
         finally:
             end(process)
-        output.seek(0)
-        lines = output.read().splitlines()
-    rows = [Row(**json.loads(text.removeprefix(_MARK))) for text in lines if text.startswith(_MARK)]
-    if code == 0:
-        return rows
-    words = next((text for text in reversed(lines) if text.strip()), "no word")
-    how = f"did not end within {line.limit_s} s" if code is None else f"ended with exit code {code}"
-    return [*rows, Row(line.what, "fail", how, note="" if words.startswith(_MARK) else first_line(words))]
+    if code != 0:
+        how = f"did not end within {limit_s:.3g} s" if code is None else f"ended with exit code {code}"
+        words = left.strip() or words or "no word"
+        yield Row(line.what, "fail", how, note="" if words.startswith(_MARK) else first_line(words))
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -176,11 +272,6 @@ def end(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def needs_gpu(line: Line) -> Row:
-    """A late device on the CPU cannot tell."""
-    return Row(line.what, "skipped", note="needs a GPU")
 
 
 def gpu_tests(environment: dict[str, str], folder: str) -> Row:
@@ -218,27 +309,6 @@ def count(results: Path) -> tuple[int, list[str], list[str]]:
         elif case.find("skipped") is None:
             good += 1
     return good, bad, blind
-
-
-def tell(name: str, rows: list[Row]) -> list[tuple[str, Row]]:
-    """A line for each row, as it comes."""
-    for row in rows:
-        parts = [row.figure, f"({row.target})" if row.target else "", row.note]
-        print(f"{row.verdict:<8}{row.what}: {' '.join(part for part in parts if part)}", flush=True)
-    return [(name, row) for row in rows]
-
-
-def table(found: list[tuple[str, Row]]) -> str:
-    """In Markdown."""
-
-    def cell(text: str) -> str:
-        return text.replace("|", "\\|").replace("\n", " ")
-
-    lines = ["| line | what | verdict | figure | target | note |", "|---|---|---|---|---|---|"]
-    for name, row in found:
-        cells = (name, row.what, row.verdict, row.figure, row.target, row.note)
-        lines.append(f"| {' | '.join(map(cell, cells))} |")
-    return "\n".join(lines)
 
 
 def machine(device: str) -> str:

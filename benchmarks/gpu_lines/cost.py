@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from .lines import Row, first_line, passed
+from .lines import REHEARSAL, Row, first_line, passed
 from .model import ALL, FORWARD, PEER, PLAIN, DType, Task, peer, synchronize, watched
 
 EAGER_MOST, COMPILED_MOST = 1.05, 1.02
 """Times the plain step, where the device has work enough to hide the host's. A small model is measured by the peer."""
 _DTYPES: tuple[DType, ...] = ("bf16", "fp16")
 _ROUNDS = 7
-_STEPS = {"tiny": 4, "small": 20, "large": 4, "large, 4 layers": 5}
+_STEPS = {"tiny": 4, "small": 20, "large": 4, "large, 4 layers": 5, "GPT-2": 5, "no size": 20}
 """One block's."""
 
 
@@ -64,6 +66,42 @@ def _eager(size: str, dtype: DType, device: torch.device) -> Iterator[Row]:
         yield Row(f"step, eager, {dtype}, {size}, {PEER}", "told", f"{ratios[PEER]:.3f}")
 
 
+_EVERY_10 = "--every 10"
+_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    PLAIN: (PLAIN, {}),
+    FORWARD: (FORWARD, {}),
+    ALL: (ALL, {}),
+    _EVERY_10: (ALL, {"every": 10}),
+}
+"""Name -> what is watched, and the other options of `gpuwatch.watch`."""
+
+
+def cost(device: torch.device) -> Iterator[Row]:
+    """GPT-2's sizes (124M parameters without its vocabulary's, bf16, batch 8 x 1024), and its layers without a size.
+
+    One process, by turns: each block of steps is compared with the plain one of its own round.
+    """
+    is_rehearsal = device.type != "cuda" or bool(os.environ.get(REHEARSAL))
+    for size in ("tiny",) if is_rehearsal else ("no size", "GPT-2"):
+        tasks = {how: Task(size, device, "bf16") for how in (PLAIN, PEER)}
+        ways = [*_WAYS, *([PEER] if peer(tasks[PEER].net) else [])]
+        found: dict[str, list[float]] = {how: [] for how in ways}
+        order = random.Random(0)
+        for number in range(3 if is_rehearsal else _ROUNDS):
+            for how in order.sample(ways, len(ways)):
+                what, options = _WAYS.get(how, (PLAIN, {}))
+                ms = _block(tasks[PEER if how == PEER else PLAIN], what, 2 * _STEPS[size], device, **options)
+                if number:  # the first round compiles and allocates
+                    found[how].append(ms)
+        plain = found[PLAIN]
+        calls = sum(1 for _ in tasks[PLAIN].net.modules())
+        for how in ways[1:]:
+            ratio = statistics.median(a / b for a, b in zip(found[how], plain, strict=True))
+            added_us = statistics.median(a - b for a, b in zip(found[how], plain, strict=True)) * 1e3
+            note = f"plain {statistics.median(plain):.2f} ms; {added_us:.0f} us more, {added_us / calls:.1f} a module"
+            yield Row(f"step, bf16, {size}, {how}", "told", f"{ratio:.3f}", "", note)
+
+
 def _judge(ratios: dict[str, float], how: str, size: str) -> tuple[bool | None, str]:
     if size == "tiny":  # on a late device torch's operations read each tensor, and take the time of many modules
         return None, ""
@@ -74,9 +112,9 @@ def _judge(ratios: dict[str, float], how: str, size: str) -> tuple[bool | None, 
     return None, ""
 
 
-def _block(task: Task, how: str, steps: int, device: torch.device) -> float:
+def _block(task: Task, how: str, steps: int, device: torch.device, **options: Any) -> float:
     """Milliseconds per step. The host runs ahead within a block and waits at its ends."""
-    with watched(how, task.net):
+    with watched(how, task.net, **options):
         for _ in range(2):  # hooks on parameters, names
             task.step()
         synchronize(device)

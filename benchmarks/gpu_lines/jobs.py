@@ -107,6 +107,9 @@ def named_right(what: str, job: Job, batch: int, *, rank: int = 0, bad: str = BA
     return Row(what, passed(good), place_of(verdict), target, "" if good else job.story)
 
 
+PLACES = {"forward": "grow", "backward": "norm", "optimizer": "enter"}
+"""Phase -> the module of three_places.py that is to be named."""
+
 OVERFLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, bool]] = {
     "plain": ((), (), 7, True),
     "--sync": (("--sync",), (), 7, True),
@@ -127,6 +130,21 @@ def overflow(device: torch.device) -> Iterator[Row]:
     job = launch("--preflight", "off", arguments=("--fused-scaler",))
     clean = job.code == 0 and job.verdict.get("kind") == "clean"
     yield Row("no overflow is clean", passed(clean), str(job.verdict.get("kind")), "clean", job.story)
+
+
+def places(device: torch.device) -> Iterator[Row]:
+    """The phase and the module are named; on a device the line may be unknown, which is told."""
+    for phase, module in PLACES.items():
+        job = launch("--preflight", "off", script=HERE / "three_places.py", arguments=(phase,))
+        verdict = job.verdict
+        found = tuple(verdict.get(key) for key in ("kind", "phase", "module", "rank", "batch"))
+        line = (verdict.get("operation") or {}).get("code") or "its line is not known"
+        good = job.code == _OVERFLOW and found == ("overflow", phase, module, 0, 3)
+        target = f"{phase} of `{module}`, batch 3"
+        yield Row(f"an overflow, {phase}", passed(good), f"{line}", target, "" if good else job.story)
+    job = launch("--preflight", "off", script=HERE / "three_places.py", arguments=("none",))
+    kind = str(job.verdict.get("kind"))
+    yield Row("the same without an overflow", passed((job.code, kind) == (0, "clean")), kind, "clean", job.story)
 
 
 def several(mode: str, device: torch.device) -> Iterator[Row]:

@@ -24,6 +24,10 @@ class Row:
     note: str = ""
 
 
+REHEARSAL = "ACCEPTANCE_REHEARSAL"
+"""Variable of the environment. Set: sizes are small, as no figure counts."""
+
+
 def passed(good: bool) -> Verdict:
     """As a verdict."""
     return "pass" if good else "fail"
@@ -58,6 +62,23 @@ class Line:
         return found
 
 
+QUICK = {
+    1: ("environment", "registration", "contexts", "places", "bits", "syncs", "launches", "cost"),
+    2: (
+        "bits, compiled",
+        "reduce-overhead",
+        "graphed",
+        "one GPU",
+        "no memory",
+        "assert",
+        "health",
+        "preflight",
+        "stub",
+        "overflow",
+    ),
+}
+"""The two calls of `make gpu-quick`, each in the order of what it decides. Together they are bounded (`--minutes`)."""
+
 LINES = (
     Line("environment", "machine:environment", "what this machine has", late=True),
     Line("registration", "driver:registration", "the recorder's memory, registered with the driver", late=True),
@@ -66,12 +87,19 @@ LINES = (
     Line("launches", "driver:launches", "kernel launches, and microseconds for each"),
     Line("stub", "stub:stub", "the same counts as on the stand-in for a driver"),
     Line("bandwidth", "driver:bandwidth", "GB/s of the reader per dtype"),
+    Line("places", "jobs:places", "an overflow in each phase, named with its line", late=True),
+    Line("cost", "cost:cost", "step ratio of GPT-2 and of a model of no size, by turns", late=True),
     Line("eager", "cost:eager", "step ratio, eager", late=True, limit_s=600),
     Line("compiled", "cost:compiled", "step ratio, compiled", late=True, limit_s=900),
     Line("overflow", "jobs:overflow", "an fp16 overflow, named right", late=True, limit_s=600),
     Line("graphed", "same:graphed", "torch.cuda.make_graphed_callables"),
     Line("reduce-overhead", "same:reduce_overhead", 'torch.compile(mode="reduce-overhead")', late=True, limit_s=600),
-    Line("bits", "same:bits", "the same bits with and without", late=True, limit_s=600),
+    Line("bits", "same:bits", "the same bits with and without", late=True),
+    Line("bits, compiled", "same:bits_compiled", "the same bits, compiled", limit_s=600),
+    Line("one GPU", "trouble:one_gpu", "FSDP2 on one GPU, and two ranks on one GPU", late=True),
+    Line("no memory", "trouble:no_memory", "out of memory while watched"),
+    Line("assert", "trouble:device_assert", "an assertion that fails on the device"),
+    Line("health", "trouble:health", "what NVML says, beside nvidia-smi"),
     Line("preflight", "jobs:preflight", "seconds of the preflight", late=True),
     Line("ddp", "jobs:ddp", "DistributedDataParallel", late=True),
     Line("fsdp2", "jobs:fsdp2", "FSDP2", late=True),

@@ -38,6 +38,8 @@ SIZES = {
     "small": Size(256, 4, 4, 8, 128),
     "large": Size(2048, 8, 16, 8, 1024),
     "large, 4 layers": Size(2048, 4, 16, 8, 1024),
+    "GPT-2": Size(768, 12, 12, 8, 1024),
+    "no size": Size(16, 12, 2, 1, 8),
 }
 
 

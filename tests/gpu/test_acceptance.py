@@ -71,15 +71,46 @@ def test_a_line_that_fails_stops_no_other_and_is_the_exit_code(tmp_path):
 @pytest.mark.slow
 def test_a_line_that_hangs_is_ended(tmp_path):
     before = (
-        "from dataclasses import replace\n"
-        "line = replace(gpu_acceptance.LINES[0], limit_s=0.2)\n"
-        "print(gpu_acceptance.run(line, 'cpu-late', gpu_acceptance.environment_of('cpu-late', '.')))\n"
+        "line, where = gpu_acceptance.LINES[0], gpu_acceptance.environment_of('cpu-late', '.')\n"
+        "print(list(gpu_acceptance.run(line, 'cpu-late', where, 0.2)))\n"
         "sys.exit(7)"
     )
     done, _ = acceptance(tmp_path, before=before)
 
     assert done.returncode == 7, done.stderr
     assert "verdict='fail', figure='did not end within 0.2 s'" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_what_it_has_found_and_another_goes_on(tmp_path):
+    """It is killed, as a machine that is lent is taken away, as soon as the first line has written its rows."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu_acceptance\n"
+    code += "def hang(*_):\n    import time\n    yield gpu_acceptance.Row('begun', 'told')\n    time.sleep(3600)\n"
+    code += "run = gpu_acceptance.run\n"
+    code += "gpu_acceptance.run = lambda line, *rest: hang() if line.name == 'registration' else run(line, *rest)\n"
+    options = ["gpu_acceptance.py", "--device", "cpu-late", "--lines", "environment,registration,syncs"]
+    code += f"sys.argv = {options!r}\nsys.exit(gpu_acceptance.main())"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert any("begun" in line for line in process.stdout), "the second line never began"
+        process.kill()
+    rows = json.loads((tmp_path / "gpu-acceptance.json").read_text())["rows"]
+    assert {row["line"] for row in rows} == {"environment", "registration"}
+    assert "| environment | packages that gpuwatch needs | pass |" in (tmp_path / "gpu-acceptance.md").read_text()
+
+    done, rows = acceptance(tmp_path, *options[1:], "--after", "registration")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["line"] for row in rows][-2:] == ["registration", "syncs"]
+    assert rows[0]["line"] == "environment"
+
+
+@pytest.mark.slow
+def test_a_line_for_which_no_time_is_left_is_not_begun_and_said(tmp_path):
+    options = ("--device", "cpu-late", "--lines", "environment,registration", "--minutes", "0.01")
+    done, rows = acceptance(tmp_path, *options)
+    assert done.returncode == 0
+    assert [row["verdict"] for row in rows] == ["skipped", "skipped"]
+    assert all("not begun: the 0.01 minutes are over" in row["note"] for row in rows)
 
 
 @pytest.mark.slow
