@@ -19,6 +19,8 @@ def test_a_training_that_diverges_is_named_with_its_optimizer(bench):
     assert f"Cause, supported: {cause['statement']}" in " ".join((run.stdout + run.stderr).split())
 
 
+@pytest.mark.slow
+@pytest.mark.comes_first
 def test_sys_exit_because_of_nan_names_the_variable_and_its_line(bench):
     run = bench.launch("stops_at_nan.py", "--preflight", "off")
     assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (1, "crash", 1)

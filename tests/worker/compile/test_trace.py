@@ -217,6 +217,7 @@ def same(one, other, on_host):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch, on_host):
     """Its gradients, too, are written by the graph."""
@@ -696,6 +697,7 @@ class Product(nn.Module):
         return x @ self.weight
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_no_guard_in_python_is_ours(watch, monkeypatch, on_host):
     """Dynamo drops what a signal's handler raises in such a guard, which its own code calls after all others."""

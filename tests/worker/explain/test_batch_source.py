@@ -222,6 +222,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("seed", range(60))
 def test_an_index_is_right_or_not_told(watch, seed):
     draw = random.Random(seed)

@@ -89,6 +89,7 @@ SPAWNED = pytest.param("spawned", marks=[pytest.mark.slow, pytest.mark.sample(1,
 """torch is imported in each worker."""
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [SPAWNED if name == "spawned" else name for name in LOADERS])
 def test_batches_their_order_and_random_numbers_are_as_without(watch, name):
     before = two_epochs(name)
@@ -226,6 +227,7 @@ def test_the_last_four_batches_are_held(watch, workers):
     assert not watched.hooks._loaders.batches
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mebibytes", "count"), [(15, 4), (20, 3), (60, 1), (70, 0)])
 def test_no_more_than_64_mib_are_held(watch, mebibytes, count):
     watched = watch()

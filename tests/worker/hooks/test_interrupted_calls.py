@@ -31,6 +31,7 @@ MODELS = {"one module": (lambda: nn.Linear(4, 4), 1), "a tree": (lambda: nn.Sequ
 """A model, and every how many of the places are tried."""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("make", "every"), MODELS.values(), ids=MODELS)
 def test_the_next_batch_is_whole_wherever_it_came(watch, make, every):
     watched = watch()

@@ -251,7 +251,7 @@ def test_both_ways_write_the_same(tmp_path_factory, kinds, seed, between, watch,
     assert all(torch.equal(a, b) or (a != a and b != b) for a, b in zip(losses, losses_c, strict=True))
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(5)
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_and_is_seen_without_a_fault(tmp_path, kind):

@@ -155,6 +155,7 @@ def rows() -> torch.Tensor:
 BLOCKS = [PreNorm, PostNorm, Parallel, Gated, GateItself, Attention, Product, Two, Down]
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_leaf_is_named(block, how, way):
