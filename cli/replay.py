@@ -42,6 +42,8 @@ def replay(run: str | None, runs_dir: str, device: str | None, dtype: str | None
     RUN is a run's folder or name, the folder of watch(capture=...), or an overflow.pt. Without RUN: the latest run. A
     capture is written by gpuwatch launch --capture.
 
+    gpuwatch replay --dtype bfloat16
+
     Exit codes: 0 as captured it is not finite again, 1 it is finite or raises, 2 wrong usage.
     """
     path = _capture_of(run, Path(runs_dir))

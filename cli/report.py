@@ -163,6 +163,13 @@ def facts_of(run: Path) -> Iterator[RunFacts]:
 @click.option("--module", metavar="PATTERN", help="Show only the frames of modules whose name matches, such as `*.wo`.")
 @format_option("text", "json", "html", text="What to print. html is one self-contained file.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file.")
+@click.option(
+    "--all",
+    "all_",
+    is_flag=True,
+    help="Print the whole text; by default one screen of it, with what bears out the verdict. So do --rank, --batch, "
+    "--module and --warnings.",
+)
 @click.option("--warnings", is_flag=True, help="In the text report, list each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
 @click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
@@ -177,6 +184,7 @@ def report(
     module: str | None,
     form: str,
     output: Path | None,
+    all_: bool,
     warnings: bool,
     open_: bool,
     again: bool,
@@ -185,6 +193,8 @@ def report(
     """Print the combined report of RUN: a run's folder, its name in the runs' folder, or a spool file.
 
     Without RUN: the latest one.
+
+    gpuwatch report --rank 3
     """
     if len(runs) > 1 and not merge:
         raise UsageError(
@@ -216,8 +226,9 @@ def report(
     if module is not None:
         report = _only_modules(report, module)
     form, color = "html" if open_ else form, output is None and sys.stdout.isatty()
+    whole = all_ or warnings or rank is not None or batch is not None or module is not None
     try:
-        data = _rendered(report, form, rank, warnings=warnings, color=color)
+        data = _rendered(report, form, rank, whole=whole, warnings=warnings, color=color)
     except Exception as error:  # a report.json that was changed can hold anything that JSON can
         if merge or again or is_spool:
             raise
@@ -298,7 +309,7 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
     return found
 
 
-def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:
+def _rendered(report: RunReport, form: str, rank: int | None, *, whole: bool, warnings: bool, color: bool) -> str:
     if form == "json":
         from ..collector.report.model import to_json
 
@@ -307,11 +318,15 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
         from ..collector.report.html.page import render_html
 
         return render_html(report)
+    width = text_width()
+    # a file is read from its beginning: the answer does not come again at its end
+    if not whole:
+        from ..collector.report.one_screen import screen_text
+
+        return screen_text(report, width=width, color=color, again=color)
     from ..collector.report.text_report import render_text, with_answer
 
-    width = text_width()
     text = render_text(report, width=width, color=color, rank=rank, warnings=warnings)
-    # a file is read from its beginning
     return with_answer(report, text, width=width, color=color) if color else text
 
 

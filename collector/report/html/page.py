@@ -24,6 +24,7 @@ from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
+from ..rank_states import state_text
 from ..sentence_parts import bytes_text, elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .chart import OutputChart, along_the_calls, over_the_batches
@@ -148,7 +149,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
-    environment.filters.update(filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration)
+    environment.filters.update(
+        filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration, state=state_text
+    )
     return environment
 
 
