@@ -15,18 +15,16 @@ import click
 
 from ..core.errors import Code, UsageError
 from .report import (
-    RUNS_DIR,
     TEXT_OR_JSON,
     RankChoice,
-    complete_runs,
     echo_json,
     facts_of,
-    find_run,
     format_option,
     parse_rank,
     ranks_of,
     text_width,
 )
+from .run_names import RUNS_DIR, complete_runs, find_run
 
 if TYPE_CHECKING:
     from ..collector.views.frame_export import ExportRow

@@ -18,7 +18,8 @@ from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open, latest_run
+from .report import TEXT_OR_JSON, echo_json, is_open
+from .run_names import RUNS_DIR, complete_runs, find_run, latest_run
 
 if TYPE_CHECKING:
     from ..collector.views.publisher import ViewSubscriber

@@ -144,7 +144,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
 
 
 def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
-    from .report import find_run
+    from .run_names import find_run
 
     path = find_run(run, Path(submission.runs_dir or "."))
     if path.is_file():

@@ -21,6 +21,7 @@ import msgspec
 from ..core import host
 from ..core.errors import Code, ExitCode, UsageError, coded
 from ..core.guest.tell import say
+from ..core.last_run import remember_run
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
 from ..core.secrets import masked_command
 from ..core.text import plain_text
@@ -254,6 +255,7 @@ class JobLife:
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):
             self.run_dir = Path(answer.run_dir)
+            remember_run(self.run_dir)
             relative = os.path.relpath(answer.run_dir)
             self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
             for note in terms.args.notes:
