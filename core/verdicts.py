@@ -82,7 +82,7 @@ class VerdictKind(WordEnum):
 
 
 SHOWN: dict[VerdictKind, tuple[ReportSection, ...]] = {
-    VerdictKind.CLEAN: (_S.INSIGHTS, _S.STEPS, _S.NOTES, _S.ATTEMPTS),
+    VerdictKind.CLEAN: (_S.INSIGHTS, _S.STEPS, _S.PREFLIGHT, _S.NOTES, _S.ATTEMPTS),
     VerdictKind.CRASH: (_S.NOTES, _S.ATTEMPTS, _S.RANKS),
     VerdictKind.PREFLIGHT: (_S.PREFLIGHT, _S.NOTES),
     VerdictKind.OVERFLOW: (_S.FRAMES, _S.NOTES, _S.ATTEMPTS, _S.RANKS),

@@ -47,7 +47,7 @@ _MOST = {
     ReportSection.NOTES: 6,
     ReportSection.ATTEMPTS: 4,
     ReportSection.INSIGHTS: 10,
-    ReportSection.STEPS: 4,
+    ReportSection.STEPS: 8,
     ReportSection.RANKS: 10,
 }
 """Lines of each section."""
