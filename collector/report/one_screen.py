@@ -59,6 +59,9 @@ _MOST_STEPS, _MOST_FURTHER = 6, 4
 _MAY_BE_CUT = (ReportSection.STACKS, ReportSection.NODES, ReportSection.NOTES, ReportSection.PREFLIGHT)
 _LEAST_CUT = 4
 """A section that has less room, or may not be cut at its end, is shown whole or not at all."""
+_LAST_LIST = "Seen before"
+"""It stands below "Next"."""
+_FIRST_TO_STAY = ("At the same time", "Capture", _LAST_LIST, "Because of it")
 _CURSOR = re.compile(r"\x1b\[[0-9;]*m")
 
 Lines = list[str]
@@ -109,11 +112,15 @@ class _ScreenWriter:
         kept = sum(self.height(drawn.get(section, [])) for section in (kind.opens, ReportSection.NOTES) if section)
         reasons = self._items("Why", verdict.evidence, max(min(_LEAST_REASONS, room), room - kept))
         room -= self.height(reasons)
-        for title, items in self._further():
-            lines = self._items(title, items, min(_MOST_FURTHER, room - kept))
+        further = self._further()
+        lists: dict[str, Lines] = {}
+        for title in _FIRST_TO_STAY:
+            lines = self._items(title, further[title], min(_MOST_FURTHER, room - kept))
             if self._fits(lines, room - kept):
-                reasons += lines
+                lists[title] = lines
                 room -= self.height(lines)
+        reasons += [line for title in further if title != _LAST_LIST for line in lists.get(title, [])]
+        steps += lists.get(_LAST_LIST, [])
         found: Lines = []
         for section, lines in drawn.items():
             cut = self._cut(lines, room) if section in _MAY_BE_CUT and room >= _LEAST_CUT else lines
@@ -128,15 +135,15 @@ class _ScreenWriter:
         self._is_whole &= fits
         return fits
 
-    def _further(self) -> list[tuple[str, Lines]]:
+    def _further(self) -> dict[str, Lines]:
+        """The other lists of the verdict, in the order of the whole text."""
         verdict = self._report.verdict
-        parts = {
-            "At the same time": concurrent_lines(verdict.concurrent),
+        return {
             "Capture": capture_lines(verdict.capture),
-            "Seen before": self._report.seen_before,
+            "At the same time": concurrent_lines(verdict.concurrent),
             "Because of it": cascade_lines(verdict.cascade),
+            _LAST_LIST: self._report.seen_before,
         }
-        return [(title, items) for title, items in parts.items() if items]
 
     def _hint(self, console: Console) -> None:
         """The command for all of it."""

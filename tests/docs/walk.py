@@ -56,7 +56,7 @@ MASKS = [
     (re.compile(r"after its script had raised(?: \w+)?(?: \(its last batch: #\))?"), "THERE"),
     (re.compile(r"in the \w+ of batch #|outside of a forward, after batch #|in the preflight, stage \w+"), "THERE"),
     (re.compile(r"(?:raised \w+ after # collectives|was stopped by torchrun)(?: THERE)?"), "ENDED"),
-    (re.compile(r"(?:raised|stopped) \(#\)"), "ENDED"),
+    (re.compile(r"raised RuntimeError|stopped by torchrun"), "ENDED"),
     (re.compile(r"─+"), "─"),
 ]
 """What may differ from one run to the next, and what it becomes on both sides."""
@@ -197,6 +197,7 @@ class Walk:
         if PYTHON.match(command):
             argv = [sys.executable, "-c", (SCRIPTS / "prelude.py").read_text() + command]
         environ = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1", "BROWSER": "true", "COLUMNS": "80"}
+        environ["XDG_STATE_HOME"] = str(self.folder / "state")
         process = subprocess.Popen(
             argv,
             cwd=self.folder,
