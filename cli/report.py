@@ -129,8 +129,8 @@ def facts_of(run: Path) -> Iterator[RunFacts]:
     "--all",
     "all_",
     is_flag=True,
-    help="Print the whole text; by default one screen of it, with what bears out the verdict. So do --rank, --batch, "
-    "--module and --warnings.",
+    help="Print the whole text, as --rank, --batch, --module and --warnings do; else one screen with what bears the "
+    "verdict out.",
 )
 @click.option("--warnings", is_flag=True, help="In the text report, list each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")

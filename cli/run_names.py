@@ -14,7 +14,7 @@ from ..core.errors import Code, UsageError
 from ..core.last_run import remembered_run
 from ..core.misspelled import did_you_mean
 from ..core.recorder.run_folder import runs_of_job
-from ..core.text import command_for
+from ..core.text import command_for, plain_text
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
 
@@ -100,7 +100,8 @@ def find_run_or_last(run: str | None, runs_dir: Path) -> Path:
         found = None if is_given else _last_run(run, runs_dir)
         if found is None:
             raise
-    click.echo(f"gpuwatch: {runs_dir} here has no such run; this is {found}, of your last launch", err=True)
+    text = f"gpuwatch: {runs_dir} here has no such run; this is {found}, of your last launch"
+    click.echo(plain_text(text), err=True)
     return found
 
 

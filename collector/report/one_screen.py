@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from ...core.identity import is_rank
 from ...core.verdicts import SHOWN, ReportSection, VerdictKind
 from .model import RunReport
 from .sentence_parts import TextConsole, counted
@@ -40,7 +41,7 @@ MOST_LINES = 40
 _LEAST_REASONS = 6
 """Lines that the evidence has, whatever else there is to show."""
 _MOST = {
-    ReportSection.FRAMES: 9,
+    ReportSection.FRAMES: MOST_LINES,
     ReportSection.STACKS: 14,
     ReportSection.NODES: 12,
     ReportSection.PREFLIGHT: 20,
@@ -48,7 +49,7 @@ _MOST = {
     ReportSection.ATTEMPTS: 4,
     ReportSection.INSIGHTS: 10,
     ReportSection.STEPS: 8,
-    ReportSection.RANKS: 10,
+    ReportSection.RANKS: MOST_LINES,
 }
 """Lines of each section."""
 _MOST_FRAME_LINES = 7
@@ -56,9 +57,10 @@ _MOST_CALLS = 5
 _MOST_RANKS = 6
 _MOST_STEPS, _MOST_FURTHER = 6, 4
 """Lines of "Next", and of each other list of the verdict."""
-_MAY_BE_CUT = (ReportSection.STACKS, ReportSection.NODES, ReportSection.NOTES, ReportSection.PREFLIGHT)
+_NEVER_CUT = (ReportSection.FRAMES, ReportSection.RANKS)
+"""Their end is what matters."""
 _LEAST_CUT = 4
-"""A section that has less room, or may not be cut at its end, is shown whole or not at all."""
+"""A section that has less room is shown whole or not at all."""
 _LAST_LIST = "Seen before"
 """It stands below "Next"."""
 _FIRST_TO_STAY = ("At the same time", "Capture", _LAST_LIST, "Because of it")
@@ -109,7 +111,8 @@ class _ScreenWriter:
         room -= self.height(steps)
         kind = VerdictKind.PREFLIGHT if is_about_preflight(report) else verdict.kind
         drawn = {section: self._section(section) for section in SHOWN[kind]}
-        kept = sum(self.height(drawn.get(section, [])) for section in (kind.opens, ReportSection.NOTES) if section)
+        first = [section for section in drawn if section in (kind.opens, ReportSection.NOTES)]
+        kept = sum(self.height(drawn[section]) for section in first)
         reasons = self._items("Why", verdict.evidence, max(min(_LEAST_REASONS, room), room - kept))
         room -= self.height(reasons)
         further = self._further()
@@ -121,12 +124,13 @@ class _ScreenWriter:
                 room -= self.height(lines)
         reasons += [line for title in further if title != _LAST_LIST for line in lists.get(title, [])]
         steps += lists.get(_LAST_LIST, [])
-        found: Lines = []
-        for section, lines in drawn.items():
-            cut = self._cut(lines, room) if section in _MAY_BE_CUT and room >= _LEAST_CUT else lines
-            if self._fits(cut, room):
-                found += cut
-                room -= self.height(cut)
+        shown: dict[ReportSection, Lines] = {}
+        for section in [*first, *(section for section in drawn if section not in first)]:
+            lines = self._cut(section, drawn[section], room) if room >= _LEAST_CUT else drawn[section]
+            if self._fits(lines, room):
+                shown[section] = lines
+                room -= self.height(lines)
+        found = [line for section in drawn for line in shown.get(section, [])]
         is_whole = self._is_whole and {ReportSection.VERDICT, *drawn} >= set(self._there)
         return [*head, *reasons, *steps, *found, *([] if is_whole else hint)]
 
@@ -184,8 +188,8 @@ class _ScreenWriter:
             kept.pop(0)
         return [lines[0], f"    ... {counted(len(lines) - 1 - len(kept), 'line')}", *kept]
 
-    def _cut(self, lines: Lines, room: int) -> Lines:
-        if self.height(lines) <= room:
+    def _cut(self, section: ReportSection, lines: Lines, room: int) -> Lines:
+        if section in _NEVER_CUT or self.height(lines) <= room:
             return lines
         self._is_whole = False
         kept = list(lines)
@@ -198,7 +202,7 @@ class _ScreenWriter:
             return []
         own = {ReportSection.FRAMES: self._frames, ReportSection.STACKS: self._stacks, ReportSection.RANKS: self._ranks}
         draw = own.get(section, lambda console: print_section(console, self._report, section))
-        return self._cut(self._drawn(draw), _MOST[section])
+        return self._cut(section, self._drawn(draw), _MOST[section])
 
     def _ranks(self, console: Console) -> None:
         console.print()
@@ -218,7 +222,8 @@ class _ScreenWriter:
         shown = [header, title, *rows[-(_MOST_FRAME_LINES - 2) :]]
         more = ""
         if len(few) < len(rank.frames):
-            more, self._is_whole = f" of {len(rank.frames)}; more: --rank {rank.rank}", False
+            more = f" of {len(rank.frames)}" + (f"; more: --rank {rank.rank}" if is_rank(rank.rank) else "")
+            self._is_whole = False
         print_block(console, f"{frames_title(rank.rank, few)}{more}", "\n".join(shown))
 
     def _stacks(self, console: Console) -> None:

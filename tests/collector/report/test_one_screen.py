@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import ConcurrentOrigin
+from gpuwatch.collector.report.model import ConcurrentOrigin, RunInsight
 from gpuwatch.collector.report.one_screen import MOST_LINES, screen_text
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import RankLook, StackLine, WorkerExit
+from gpuwatch.core.events import OwnFault, RankLook, StackLine, WorkerExit
 from gpuwatch.core.verdicts import SHOWN, VerdictKind
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
@@ -147,3 +147,17 @@ def test_the_answer_comes_again_after_the_paths_where_the_screen_has_lost_it(mak
     text = screen_text(long, last_words=LAST)
     assert text.split(f"{LAST}\n\n")[1].startswith("VERDICT  crash")
     assert screen_text(long, last_words=LAST, again=False).endswith(LAST)
+
+
+def test_gpuwatchs_own_faults_are_told_whatever_else_there_is(make):
+    """Before values close to trouble, slow ranks and warnings of the preflight."""
+    fault = OwnFault(make.where(1), "forward hook", "boom")
+    batch = make.Batch(1)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
+    bodies = [make.hello(nproc=2), *batch.messages(), EventMessage(fault), *make.finished(0), *make.finished(1)]
+    report = report_of([*bodies, NodeBye("ok")])
+    insights = [RunInsight("near_overflow", "close " * 40, "Mend it.", [0], ["fc"]) for _ in range(6)]
+    for kind in VerdictKind:
+        verdict = msgspec.structs.replace(report.verdict, kind=kind, evidence=[TRACEBACK] * 3)
+        text = screen_text(msgspec.structs.replace(report, verdict=verdict, insights=insights), last_words=LAST)
+        assert "boom" in text and rows(text) <= MOST_LINES, text
