@@ -29,6 +29,7 @@ from .text_report import (
     print_block,
     print_headline,
     print_item,
+    print_list,
     print_ranks,
     print_section,
     print_title,
@@ -38,7 +39,7 @@ from .text_report import (
 
 MOST_LINES = 40
 """Of a terminal."""
-_LEAST_REASONS = 6
+_LEAST_REASONS = 8
 """Lines that the evidence has, whatever else there is to show."""
 _MOST = {
     ReportSection.FRAMES: MOST_LINES,
@@ -55,7 +56,7 @@ _MOST = {
 _MOST_FRAME_LINES = 7
 _MOST_CALLS = 5
 _MOST_RANKS = 6
-_MOST_STEPS, _MOST_FURTHER = 6, 4
+_LEAST_STEPS, _MOST_STEPS, _MOST_FURTHER = 3, 8, 4
 """Lines of "Next", and of each other list of the verdict."""
 _NEVER_CUT = (ReportSection.FRAMES, ReportSection.RANKS)
 """Their end is what matters."""
@@ -82,7 +83,7 @@ def screen_text(
     if not again or not scrolls(text):
         return text
     last += ["", *answer_text(report, width=width, color=color).splitlines()]
-    return "\n".join([*screen.lines(MOST_LINES - screen.height(last)), *last])
+    return "\n".join([*screen.lines(MOST_LINES - screen.height(last), step_follows=True), *last])
 
 
 class _ScreenWriter:
@@ -100,20 +101,29 @@ class _ScreenWriter:
         """How many lines of a terminal these are."""
         return sum(max(1, -(-cell_len(_CURSOR.sub("", line)) // self._width)) for line in lines)
 
-    def lines(self, room: int) -> Lines:
-        """The report in so many lines. The headline, one reason and one step are there in any case."""
+    def lines(self, room: int, *, step_follows: bool = False) -> Lines:
+        """The report in so many lines. The headline, one reason and one step are there in any case.
+
+        `step_follows`: the first step comes again below, so that "Next" may be left out here.
+        """
         report, verdict = self._report, self._report.verdict
         hint = self._drawn(lambda console: self._hint(console))
         head = self._drawn(lambda console: print_title(console, report))
         head += self._drawn(lambda console: print_headline(console, verdict, report.how_sure))
         room -= self.height([*head, *hint])
-        steps = self._items("Next", verdict.next, min(_MOST_STEPS, room // 3))
-        room -= self.height(steps)
         kind = VerdictKind.PREFLIGHT if is_about_preflight(report) else verdict.kind
         drawn = {section: self._section(section) for section in SHOWN[kind]}
         first = [section for section in drawn if section in (kind.opens, ReportSection.NOTES)]
         kept = sum(self.height(drawn[section]) for section in first)
-        reasons = self._items("Why", verdict.evidence, max(min(_LEAST_REASONS, room), room - kept))
+        least = min(
+            _LEAST_REASONS, room, self.height(self._drawn(partial(print_list, title="Why", items=verdict.evidence)))
+        )
+        steps: Lines = []
+        room_for_steps = min(_MOST_STEPS, room - kept - least if step_follows else room // 3)
+        if room_for_steps >= _LEAST_STEPS or not step_follows:
+            steps = self._items("Next", verdict.next, room_for_steps)
+            room -= self.height(steps)
+        reasons = self._items("Why", verdict.evidence, max(least, room - kept))
         room -= self.height(reasons)
         further = self._further()
         lists: dict[str, Lines] = {}
@@ -131,7 +141,8 @@ class _ScreenWriter:
                 shown[section] = lines
                 room -= self.height(lines)
         found = [line for section in drawn for line in shown.get(section, [])]
-        is_whole = self._is_whole and {ReportSection.VERDICT, *drawn} >= set(self._there)
+        is_whole = self._is_whole and (steps or not verdict.next[1:])
+        is_whole = is_whole and {ReportSection.VERDICT, *drawn} >= set(self._there)
         return [*head, *reasons, *steps, *found, *([] if is_whole else hint)]
 
     def _fits(self, lines: Lines, room: int) -> bool:
