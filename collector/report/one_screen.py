@@ -94,6 +94,8 @@ class _ScreenWriter:
         self._width = width
         self._color = color
         self._there = sections_of_text(report)
+        self._room = MOST_LINES
+        """Lines that are left."""
         self._is_whole = True
         """Nothing is left out so far."""
 
@@ -107,58 +109,71 @@ class _ScreenWriter:
         `step_follows`: the first step comes again below, so that "Next" may be left out here.
         """
         report, verdict = self._report, self._report.verdict
-        hint = self._drawn(lambda console: self._hint(console))
+        hint = self._drawn(self._hint)
         head = self._drawn(lambda console: print_title(console, report))
         head += self._drawn(lambda console: print_headline(console, verdict, report.how_sure))
-        room -= self.height([*head, *hint])
+        self._room = room - self.height([*head, *hint])
         kind = VerdictKind.PREFLIGHT if is_about_preflight(report) else verdict.kind
         drawn = {section: self._section(section) for section in SHOWN[kind]}
         first = [section for section in drawn if section in (kind.opens, ReportSection.NOTES)]
         kept = sum(self.height(drawn[section]) for section in first)
-        least = min(
-            _LEAST_REASONS, room, self.height(self._drawn(partial(print_list, title="Why", items=verdict.evidence)))
-        )
-        steps: Lines = []
-        room_for_steps = min(_MOST_STEPS, room - kept - least if step_follows else room // 3)
-        if room_for_steps >= _LEAST_STEPS or not step_follows:
-            steps = self._items("Next", verdict.next, room_for_steps)
-            room -= self.height(steps)
-        reasons = self._items("Why", verdict.evidence, max(least, room - kept))
-        room -= self.height(reasons)
-        further = self._further()
-        lists: dict[str, Lines] = {}
-        for title in _FIRST_TO_STAY:
-            lines = self._items(title, further[title], min(_MOST_FURTHER, room - kept))
-            if self._fits(lines, room - kept):
-                lists[title] = lines
-                room -= self.height(lines)
-        reasons += [line for title in further if title != _LAST_LIST for line in lists.get(title, [])]
-        steps += lists.get(_LAST_LIST, [])
-        shown: dict[ReportSection, Lines] = {}
-        for section in [*first, *(section for section in drawn if section not in first)]:
-            lines = self._cut(section, drawn[section], room) if room >= _LEAST_CUT else drawn[section]
-            if self._fits(lines, room):
-                shown[section] = lines
-                room -= self.height(lines)
+        all_reasons = self._drawn(partial(print_list, title="Why", items=verdict.evidence))
+        least = min(_LEAST_REASONS, self._room, self.height(all_reasons))
+        steps = self._steps(self._room - kept - least if step_follows else self._room // 3, may_lack=step_follows)
+        reasons = self._taken(self._items("Why", verdict.evidence, max(least, self._room - kept)))
+        further = self._further(kept)
+        shown = self._with_room([*first, *(section for section in drawn if section not in first)], drawn)
+        last = further.pop(_LAST_LIST, [])
         found = [line for section in drawn for line in shown.get(section, [])]
-        is_whole = self._is_whole and (steps or not verdict.next[1:])
-        is_whole = is_whole and {ReportSection.VERDICT, *drawn} >= set(self._there)
-        return [*head, *reasons, *steps, *found, *([] if is_whole else hint)]
+        is_whole = self._is_whole and {ReportSection.VERDICT, *drawn} >= set(self._there)
+        lists = [line for lines in further.values() for line in lines]
+        return [*head, *reasons, *lists, *steps, *last, *found, *([] if is_whole else hint)]
 
-    def _fits(self, lines: Lines, room: int) -> bool:
-        fits = self.height(lines) <= room
-        self._is_whole &= fits
-        return fits
+    def _taken(self, lines: Lines) -> Lines:
+        """The same lines, whose room is used up."""
+        self._room -= self.height(lines)
+        return lines
 
-    def _further(self) -> dict[str, Lines]:
-        """The other lists of the verdict, in the order of the whole text."""
+    def _steps(self, room: int, *, may_lack: bool) -> Lines:
+        steps = self._report.verdict.next
+        if may_lack and room < _LEAST_STEPS:
+            self._is_whole &= len(steps) < 2
+            return []
+        return self._taken(self._items("Next", steps, min(_MOST_STEPS, room)))
+
+    def _further(self, kept: int) -> dict[str, Lines]:
+        """The other lists of the verdict that have room beside the `kept` lines, in the order of the whole text."""
         verdict = self._report.verdict
-        return {
+        items = {
             "Capture": capture_lines(verdict.capture),
             "At the same time": concurrent_lines(verdict.concurrent),
             "Because of it": cascade_lines(verdict.cascade),
             _LAST_LIST: self._report.seen_before,
         }
+        shown: dict[str, Lines] = {}
+        for title in _FIRST_TO_STAY:
+            lines = self._items(title, items[title], min(_MOST_FURTHER, self._room - kept))
+            if self._fits(lines, self._room - kept):
+                shown[title] = self._taken(lines)
+        return {title: shown[title] for title in items if title in shown}
+
+    def _with_room(
+        self, sections: list[ReportSection], drawn: dict[ReportSection, Lines]
+    ) -> dict[ReportSection, Lines]:
+        """Those that have room, the first ones first."""
+        shown: dict[ReportSection, Lines] = {}
+        for section in sections:
+            lines = drawn[section]
+            if self._room >= _LEAST_CUT:
+                lines = self._cut(section, lines, self._room)
+            if self._fits(lines, self._room):
+                shown[section] = self._taken(lines)
+        return shown
+
+    def _fits(self, lines: Lines, room: int) -> bool:
+        fits = self.height(lines) <= room
+        self._is_whole &= fits
+        return fits
 
     def _hint(self, console: Console) -> None:
         """The command for all of it."""
