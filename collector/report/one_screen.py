@@ -17,6 +17,7 @@ from rich.text import Text
 from ...core.identity import is_rank
 from ...core.verdicts import SHOWN, ReportSection, VerdictKind
 from .model import RunReport
+from .report_sections import is_about_preflight, sections_of_text
 from .sentence_parts import TextConsole, counted
 from .side_by_side import frames_text, rank_to_show, stacks_of, stacks_text
 from .text_report import (
@@ -25,7 +26,6 @@ from .text_report import (
     cascade_lines,
     concurrent_lines,
     frames_title,
-    is_about_preflight,
     print_block,
     print_headline,
     print_item,
@@ -34,7 +34,6 @@ from .text_report import (
     print_section,
     print_title,
     scrolls,
-    sections_of_text,
 )
 
 MOST_LINES = 40

@@ -25,6 +25,7 @@ from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..rank_states import state_text
+from ..report_sections import is_open, sections_of
 from ..sentence_parts import bytes_text, elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .chart import OutputChart, along_the_calls, over_the_batches
@@ -97,9 +98,9 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
         sections=[
             (
                 section,
-                text_report.is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None),
+                is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None),
             )
-            for section in text_report.sections_of(report)
+            for section in sections_of(report)
         ],
         counts=counts,
         style=Markup(style),
