@@ -11,11 +11,11 @@ from click.shell_completion import CompletionItem
 
 from ..collector.run_files import LATEST, runs_by_time
 from ..core.errors import Code, UsageError
-from ..core.last_run import remembered_run
 from ..core.misspelled import did_you_mean
 from ..core.recorder.run_folder import runs_of_job
 from ..core.text import command_for, plain_text
 from ..core.wire.spool import SUFFIX
+from ..launcher.last_run import remembered_run
 from ..launcher.saved_settings import saved_runs_dir
 
 _MOST_RUNS = 50

@@ -21,7 +21,6 @@ import msgspec
 from ..core import host
 from ..core.errors import Code, ExitCode, UsageError, coded
 from ..core.guest.tell import say
-from ..core.last_run import remember_run
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
 from ..core.secrets import masked_command
 from ..core.text import plain_text
@@ -32,6 +31,7 @@ from ..core.wire.messages import AgentHello
 from .agent.process_ends import SeenOverflows, where_it_is
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
+from .last_run import remember_run
 from .option_types import without_addresses
 from .plan import CollectorPlan
 from .scheduler_job import SchedulerFacts

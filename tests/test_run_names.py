@@ -13,7 +13,7 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import new_run
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.last_run import remember_run, remembered_run
+from gpuwatch.launcher.last_run import remember_run, remembered_run
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import os
 import threading
 from pathlib import Path
 
-from .guest.own_files import read_regular, write_whole
-from .signal_errors import suppress_own
+from ..core.guest.own_files import read_regular, write_whole
+from ..core.signal_errors import suppress_own
 
 _MOST_BYTES = 1 << 16
 
