@@ -44,7 +44,7 @@ _MOST = {
     ReportSection.FRAMES: MOST_LINES,
     ReportSection.STACKS: 14,
     ReportSection.NODES: 12,
-    ReportSection.PREFLIGHT: 20,
+    ReportSection.PREFLIGHT: MOST_LINES,
     ReportSection.NOTES: 6,
     ReportSection.ATTEMPTS: 4,
     ReportSection.INSIGHTS: 10,
