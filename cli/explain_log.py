@@ -29,6 +29,8 @@ def explain_log(files: tuple[Path, ...], form: str) -> int:
 
     Nothing in a log is certain: the verdict is supported or unknown. A run under gpuwatch launch shows more.
 
+    gpuwatch explain-log slurm-17.out rank*.log
+
     Exit codes: as those of gpuwatch launch for the verdict, 6 for unknown, 2 wrong usage.
     """
     from ..collector.decide.log_verdict import log_verdict

@@ -15,18 +15,16 @@ import click
 
 from ..core.errors import Code, UsageError
 from .report import (
-    RUNS_DIR,
     TEXT_OR_JSON,
     RankChoice,
-    complete_runs,
     echo_json,
     facts_of,
-    find_run,
     format_option,
     parse_rank,
     ranks_of,
     text_width,
 )
+from .run_names import RUNS_DIR, complete_runs, find_run
 
 if TYPE_CHECKING:
     from ..collector.views.frame_export import ExportRow
@@ -70,6 +68,8 @@ def export(
     """Write the numbers that the store of RUN holds as one table: frames, history and verdict.
 
     Without RUN: the latest one. What the columns mean is in docs/export.md.
+
+    gpuwatch export --format csv -o frames.csv
     """
     from ..collector.views import frame_export, trace_export
 
@@ -167,6 +167,8 @@ def diff(
     With one RUN: two ranks of it (--rank 0,1), or two batches of it (--batch 4,5). Without --batch, diff compares the
     batch of RUN_A's overflow if both have it, else the last batch that both have. To keep more batches: gpuwatch launch
     --trace-batches N,N
+
+    gpuwatch diff latest --rank 0,1
 
     Exit codes: 0 the same, 1 different, 2 wrong usage.
     """

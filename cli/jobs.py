@@ -110,6 +110,8 @@ def env(form: str) -> int:
     """Print the variables that ranks need if a launcher starts them in an environment of its own.
 
     Call it below `gpuwatch run`; with `gpuwatch run --other-hosts`, ranks of other hosts can join.
+
+    gpuwatch run --other-hosts -- sh -c 'gpuwatch env > run.env && ...'
     """
     variables = env_of_run()
     if not variables:
@@ -190,6 +192,8 @@ def collect(
 
     Start the job's launches with --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends the collector early,
     with a report of what has arrived.
+
+    gpuwatch collect --nodes 2 --rdzv-id 17 --secret-file secret
     """
     from ..collector.__main__ import collect as collect_by_hand
     from ..launcher.plan import job_secret

@@ -18,7 +18,8 @@ from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open, latest_run
+from .report import TEXT_OR_JSON, echo_json, is_open
+from .run_names import RUNS_DIR, complete_runs, find_run, latest_run
 
 if TYPE_CHECKING:
     from ..collector.views.publisher import ViewSubscriber
@@ -48,6 +49,8 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
 
     Without RUN: the latest one; in a terminal, top waits until it runs. top only reads: the job does not notice it and
     never waits for it. Press q to quit.
+
+    gpuwatch top --once
     """
     from ..collector.views.publisher import job_viewer
 
@@ -88,6 +91,8 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
 
     Without RUN: the latest one. The ranks go on meanwhile. A rank that does not answer is read from outside, with
     py-spy where that is installed.
+
+    gpuwatch stacks --format json
     """
     from ..collector.views.publisher import stacks_viewer
     from ..collector.views.snapshot import view_text
@@ -198,6 +203,8 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     """List the runs in a folder with their verdicts.
 
     A run without a verdict is still running, or its report could not be made.
+
+    gpuwatch runs --last 5
     """
     pattern = find_run(like, Path(runs_dir)) if like is not None else None
     folder = pattern.parent if pattern is not None else Path(runs_dir)

@@ -23,7 +23,8 @@ from ..core.guest.own_files import expect_regular
 from ..core.guest.own_imports import own_command
 from ..core.text import shown
 from ..worker.explain.replaying import ReplayAnswer, ReplayRequest
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, text_width
+from .report import TEXT_OR_JSON, echo_json, text_width
+from .run_names import RUNS_DIR, complete_runs, find_run
 
 CAPTURE = "overflow.pt"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -41,6 +42,8 @@ def replay(run: str | None, runs_dir: str, device: str | None, dtype: str | None
 
     RUN is a run's folder or name, the folder of watch(capture=...), or an overflow.pt. Without RUN: the latest run. A
     capture is written by gpuwatch launch --capture.
+
+    gpuwatch replay --dtype bfloat16
 
     Exit codes: 0 as captured it is not finite again, 1 it is finite or raises, 2 wrong usage.
     """

@@ -1,4 +1,4 @@
-"""`gpuwatch report`: show a run that is over. And how a user names a run, and ranks of it, for other commands too."""
+"""`gpuwatch report`: show a run that is over. And how a user names ranks of it, for other commands too."""
 
 from __future__ import annotations
 
@@ -13,44 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
 
-from ..collector.run_files import LATEST, RunPaths, runs_by_time
+from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
 from ..core.errors import Code, GpuwatchError, UsageError
-from ..core.misspelled import did_you_mean
 from ..core.text import command_for, ranks_text
-from ..core.wire.spool import SUFFIX
-from ..launcher.saved_settings import saved_runs_dir
+from .run_names import RUNS_DIR, complete_runs, find_run_or_last
 
 if TYPE_CHECKING:
     from ..collector.facts.facts import RunFacts
     from ..collector.report.model import RunReport
-
-
-_MOST_RUNS = 50
-_MOST_TOLD = 5
-_ALIKE = 0.75
-"""Names of runs have much in common."""
-_TAKE_A_RUN = ("top", "stacks", "export", "replay")
-"""Commands that may be typed with a run alone, as `gpuwatch report`."""
-
-
-def _expect_folder(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if Path(value).is_file():
-        raise UsageError(
-            Code.WRONG_VALUE, f"--runs-dir: expected a folder with the folders of runs, found the file {value!r}"
-        )
-    return value
-
-
-RUNS_DIR = click.option(
-    "--runs-dir",
-    default=saved_runs_dir,
-    callback=_expect_folder,
-    show_default="gpuwatch-runs, or the saved setting",
-    help="Folder with the runs' folders.",
-)
 
 
 def format_option(*forms: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -60,16 +32,6 @@ def format_option(*forms: str, text: str) -> Callable[[Callable[..., int]], Call
 
 
 TEXT_OR_JSON = format_option("text", "json", text="What to print.")
-
-
-def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of runs in the runs' folder, the newest first."""
-    folder = Path(ctx.params.get("runs_dir") or saved_runs_dir())
-    try:
-        runs = [paths.run_id for paths in reversed(runs_by_time(folder))]
-    except OSError:
-        return []
-    return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
 
 
 # Which ranks a user means with `--rank`: one by its number, or those at a place in a DeviceMesh.
@@ -163,6 +125,13 @@ def facts_of(run: Path) -> Iterator[RunFacts]:
 @click.option("--module", metavar="PATTERN", help="Show only the frames of modules whose name matches, such as `*.wo`.")
 @format_option("text", "json", "html", text="What to print. html is one self-contained file.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file.")
+@click.option(
+    "--all",
+    "all_",
+    is_flag=True,
+    help="Print the whole text, as --rank, --batch, --module and --warnings do; else one screen with what bears the "
+    "verdict out.",
+)
 @click.option("--warnings", is_flag=True, help="In the text report, list each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
 @click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
@@ -177,21 +146,25 @@ def report(
     module: str | None,
     form: str,
     output: Path | None,
+    all_: bool,
     warnings: bool,
     open_: bool,
     again: bool,
     merge: bool,
 ) -> int:
-    """Print the combined report of RUN: a run's folder, its name in the runs' folder, or a spool file.
+    """Print the combined report of RUN: a run's folder, its name in the runs' folder, the number of its SLURM job, or a
+    spool file.
 
-    Without RUN: the latest one.
+    Without RUN: the latest one; in a folder without runs, that of your last launch.
+
+    gpuwatch report --rank 3
     """
     if len(runs) > 1 and not merge:
         raise UsageError(
             Code.ARGUMENT_TOO_MANY,
             f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge",
         )
-    found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
+    found = [find_run_or_last(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
     rank = one_rank(choice, path)
     is_spool = path.is_file()
@@ -216,8 +189,9 @@ def report(
     if module is not None:
         report = _only_modules(report, module)
     form, color = "html" if open_ else form, output is None and sys.stdout.isatty()
+    whole = all_ or warnings or rank is not None or batch is not None or module is not None
     try:
-        data = _rendered(report, form, rank, warnings=warnings, color=color)
+        data = _rendered(report, form, rank, whole=whole, warnings=warnings, color=color)
     except Exception as error:  # a report.json that was changed can hold anything that JSON can
         if merge or again or is_spool:
             raise
@@ -298,7 +272,7 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
     return found
 
 
-def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:
+def _rendered(report: RunReport, form: str, rank: int | None, *, whole: bool, warnings: bool, color: bool) -> str:
     if form == "json":
         from ..collector.report.model import to_json
 
@@ -307,11 +281,15 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
         from ..collector.report.html.page import render_html
 
         return render_html(report)
+    width = text_width()
+    # a file is read from its beginning: the answer does not come again at its end
+    if not whole:
+        from ..collector.report.one_screen import screen_text
+
+        return screen_text(report, width=width, color=color, again=color)
     from ..collector.report.text_report import render_text, with_answer
 
-    width = text_width()
     text = render_text(report, width=width, color=color, rank=rank, warnings=warnings)
-    # a file is read from its beginning
     return with_answer(report, text, width=width, color=color) if color else text
 
 
@@ -319,56 +297,6 @@ def _is_in_store(report: RunReport, rank: int) -> bool:
     """Whether the store holds frames of a rank that the report has left out."""
     entry = next(entry for entry in report.ranks if entry.rank == rank)
     return entry.traces_left_out > 0 or (entry.pages > 0 and not entry.frames)
-
-
-def find_run(run: str | None, runs_dir: Path) -> Path:
-    """The folder or spool file that the user means. Raises UsageError, saying what there is."""
-    candidates = [Path(run), runs_dir / run] if run is not None else [runs_dir / LATEST]
-    for candidate in candidates:
-        if candidate.is_file() and candidate.suffix == SUFFIX:
-            return candidate
-        if _is_run(candidate):
-            return candidate.resolve()
-        if run is not None and (runs := runs_by_time(candidate)):
-            raise UsageError(
-                Code.NO_SUCH_RUN,
-                f"expected a run, found {run!r}, a folder of runs; its newest one: {_command_for(runs[-1].folder)}",
-            )
-        if candidate.is_file() and _is_run(candidate.parent):
-            raise UsageError(
-                Code.NO_SUCH_RUN,
-                f"expected a run, found {run!r}, a file of one; did you mean {_command_for(candidate.parent)}?",
-            )
-    known = [paths.run_id for paths in runs_by_time(runs_dir)]
-    there = f"there is no run in {runs_dir}"
-    if known:
-        there = f"runs there, newest last: {', '.join(known[-_MOST_TOLD:])}"
-    found = f"none at {str(runs_dir / LATEST) if run is None else repr(run)}"
-    if run is not None and Path(run).exists():
-        found = f"the {'folder' if Path(run).is_dir() else 'file'} {run!r}, which is none of them"
-    meant = did_you_mean(run, known, alike=_ALIKE) if run is not None else ""
-    raise UsageError(
-        Code.NO_SUCH_RUN,
-        f"expected a run's folder, its name, or a {SUFFIX} file, found {found}{meant} ({there}; elsewhere: "
-        "--runs-dir DIR)",
-    )
-
-
-def latest_run(runs_dir: Path) -> Path | None:
-    """Its folder; None where no run has begun."""
-    latest = runs_dir / LATEST
-    return latest.resolve() if _is_run(latest) else None
-
-
-def _is_run(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / "run.sqlite").exists() or (folder / "report.json").exists())
-
-
-def _command_for(run: Path) -> str:
-    """The command that the user has typed, or `report`, with this run."""
-    context = click.get_current_context(silent=True)
-    command = context.info_name if context is not None else None
-    return command_for(run, does=command if command in _TAKE_A_RUN else "report")
 
 
 def echo_json(value: object) -> None:

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +144,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
 
 
 def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
-    from .report import find_run
+    from .run_names import find_run
 
     path = find_run(run, Path(submission.runs_dir or "."))
     if path.is_file():
@@ -173,11 +172,13 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
         text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
         _say(coded(text, Code.SCHEDULER_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
-    from ..collector.report.text_report import with_answer
+    from ..collector.report.one_screen import screen_text
 
-    text = f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}"
-    with suppress(GpuwatchError):
-        text = with_answer(read_report(paths), text)
+    last_words = f"report: {paths.report_json}\nas a page: {paths.report_html}"
+    try:
+        text = screen_text(read_report(paths), last_words=last_words)
+    except GpuwatchError:
+        text = f"{paths.report_text.read_text()}\n{last_words}"
     click.echo(text)
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())
 

@@ -23,7 +23,7 @@ from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
 from .finish import fold_store, open_store
 from .protocol import RunProtocol
-from .report.text_report import render_text
+from .report.one_screen import screen_text
 from .run_files import RunPaths, exit_code, new_run
 from .server import CollectorServer, ReportFailed
 from .store import RunStore
@@ -184,5 +184,5 @@ def collect(
     finally:
         server.close()
         store.close()
-    print(render_text(report), file=out)
+    print(screen_text(report, again=False), file=out)
     return exit_code(report)

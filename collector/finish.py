@@ -25,7 +25,8 @@ from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .left_spools import add_left_spools
 from .report.model import EarlierLife, RunReport, to_json
-from .report.text_report import render_text, with_answer
+from .report.one_screen import screen_text
+from .report.text_report import render_text
 from .run_files import (
     RunOutcome,
     RunPaths,
@@ -207,7 +208,7 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
         if not last_words:
             page = write_page(paths, report) or f"as a page: {paths.report_html}"
             last_words = f"report: {paths.report_json}\n{page}"
-        text = with_answer(report, f"{render_text(report)}\n\n{last_words}")
+        text = screen_text(report, last_words=last_words)
         return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         if freezes:

@@ -41,7 +41,7 @@ class RunPaths:
         """Everything that was received."""
         self.report_json = folder / "report.json"
         self.report_text = folder / "report.txt"
-        """The report as it was printed."""
+        """The whole report as text."""
         self.report_html = folder / "report.html"
         self.verdict_json = folder / "verdict.json"
         """How the run ended, in few words."""

@@ -71,6 +71,8 @@ def _handlers() -> set[CodeType]:
     found = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
+        if isinstance(handler, signal.Handlers):  # SIG_DFL or SIG_IGN: an enum, whose __call__ is that of all enums
+            continue
         while isinstance(handler, partial):
             handler = handler.func
         function = getattr(handler, "__func__", handler)

@@ -66,7 +66,7 @@ class VerdictKind(WordEnum):
     PREFLIGHT = "preflight", Code.PREFLIGHT, ExitCode.PREFLIGHT_FAILED, _T.BAD, _S.PREFLIGHT, NodeBlame.PREFLIGHT, True
     OVERFLOW = "overflow", Code.OVERFLOW, ExitCode.OVERFLOW, _T.BAD, _S.FRAMES, NodeBlame.GPU, True
     HANG = "hang", Code.HANG, ExitCode.LOST, _T.BAD, _S.STACKS, NodeBlame.GPU, False
-    LOST = "lost", Code.LOST, ExitCode.LOST, _T.BAD, None, NodeBlame.SILENT, False
+    LOST = "lost", Code.LOST, ExitCode.LOST, _T.BAD, _S.NODES, NodeBlame.SILENT, False
     INTERRUPTED = "interrupted", Code.INTERRUPTED, ExitCode.SIGNAL, _T.OPEN, None, NodeBlame.GPU, False
     UNKNOWN = "unknown", Code.UNKNOWN, ExitCode.UNKNOWN, _T.OPEN, None, NodeBlame.GPU, False
 
@@ -75,7 +75,22 @@ class VerdictKind(WordEnum):
     """Of `gpuwatch launch`; `SIGNAL`: 128 and the signal's number."""
     tone: VerdictTone
     opens: ReportSection | None
-    """The section that the page shows unfolded."""
+    """The section that bears the answer out: the page shows it unfolded, and the text on one screen has room for it."""
     blames: NodeBlame
     outranks: bool
     """A run exits with its code, whatever the wrapped command exits with."""
+
+
+SHOWN: dict[VerdictKind, tuple[ReportSection, ...]] = {
+    VerdictKind.CLEAN: (_S.INSIGHTS, _S.STEPS, _S.PREFLIGHT, _S.NOTES, _S.ATTEMPTS),
+    VerdictKind.CRASH: (_S.NOTES, _S.ATTEMPTS, _S.RANKS),
+    VerdictKind.PREFLIGHT: (_S.PREFLIGHT, _S.NOTES),
+    VerdictKind.OVERFLOW: (_S.FRAMES, _S.NOTES, _S.ATTEMPTS, _S.RANKS),
+    VerdictKind.HANG: (_S.STACKS, _S.NODES, _S.NOTES, _S.ATTEMPTS, _S.RANKS),
+    VerdictKind.LOST: (_S.NODES, _S.NOTES, _S.ATTEMPTS, _S.RANKS),
+    VerdictKind.INTERRUPTED: (_S.NOTES, _S.ATTEMPTS, _S.RANKS),
+    VerdictKind.UNKNOWN: (_S.NOTES, _S.ATTEMPTS, _S.INSIGHTS, _S.RANKS),
+}
+"""What the text on one screen has below the verdict, the most telling first. The traceback of a crash is evidence: it
+stands in the verdict."""
+assert list(SHOWN) == list(VerdictKind)

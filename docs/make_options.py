@@ -20,8 +20,9 @@ PAGE = Path(__file__).parent / "options.md"
 TOP = """\
 # All options
 
-This page is made from the parsers. Every command also has `--help`. An option with dashes may be spelled with `_` too,
-as torchrun's may. A duration is a number of seconds, or has a unit: `90s`, `5m`, `2h`.
+This page is made from the parsers. Every command also has `--help`; that of `launch`, `run` and `check` has the common
+options, and their `--help-all` has all. An option with dashes may be spelled with `_` too, as torchrun's may. A
+duration is a number of seconds, or has a unit: `90s`, `5m`, `2h`.
 
 ## Saved settings
 

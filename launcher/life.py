@@ -31,6 +31,7 @@ from ..core.wire.messages import AgentHello
 from .agent.process_ends import SeenOverflows, where_it_is
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
+from .last_run import remember_run
 from .option_types import without_addresses
 from .plan import CollectorPlan
 from .scheduler_job import SchedulerFacts
@@ -254,6 +255,7 @@ class JobLife:
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):
             self.run_dir = Path(answer.run_dir)
+            remember_run(self.run_dir)
             relative = os.path.relpath(answer.run_dir)
             self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
             for note in terms.args.notes:

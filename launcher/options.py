@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin
@@ -19,6 +20,7 @@ from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings,
 from . import option_types as parsers
 from .option_types import torchrun_parser
 from .saved_settings import SHOW, parse_with_saved
+from .short_help import WholeHelp, short_help
 
 # The options: those of a worker stand in core/settings.py, those of the node agent and the collector here.
 
@@ -214,6 +216,7 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
 
 # The parsers.
 
+_HELP_ALL = "--help-all"
 _VERSION = "--version"
 """An option of `gpuwatch` alone."""
 
@@ -222,13 +225,19 @@ class SentenceParser(argparse.ArgumentParser):
     """Reports an error in one sentence, where argparse prints two screens of usage."""
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """What a shortened option may be. Two spellings of one option are no ambiguity."""
-        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+        """What a shortened option may be. Two spellings of one option are no ambiguity, and `--hel` is `--help`."""
+        meant = {id(found[0]): found for found in super()._get_option_tuples(option_string)}
+        few = [found for found in meant.values() if not isinstance(found[0], WholeHelp)]
+        return few or list(meant.values())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Called by `parse_args`, too."""
         self._typed = list(args or ())
         return super().parse_known_args(args, namespace)
+
+    def print_help(self, file: Any = None) -> None:
+        """Called by argparse for `--help`: the common options."""
+        self._print_message(short_help(self.prog), file if file is not None else sys.stdout)
 
     def _unknown_option(self) -> str:
         """The first word with two dashes that is none of the options, nor a shortened one."""
@@ -259,11 +268,12 @@ class SentenceParser(argparse.ArgumentParser):
             code, message = Code.NO_SCRIPT, "expected a training script, found none"
         elif words.startswith("expected ") and words.endswith(" argument"):
             code = Code.ARGUMENT_MISSING
-        raise UsageError(code, f"{message} (all options: {self.prog} --help)")
+        raise UsageError(code, f"{message} (all options: {self.prog} {_HELP_ALL})")
 
 
 def _add_group(parser: argparse.ArgumentParser, *tables: OptionTable) -> None:
-    """gpuwatch's own options: `--min-busbw`, and `--min_busbw` as torchrun spells its own."""
+    """gpuwatch's own options, `--min-busbw`, and `--min_busbw` as torchrun spells its own; and `--help-all`."""
+    parser.add_argument(_HELP_ALL, "--help_all", dest="help_all", action=WholeHelp)
     group = parser.add_argument_group("gpuwatch")
     for name, settings in ((name, settings) for table in tables for name, settings in table.items()):
         group.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("-", "_"))), **settings)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert hooks == {}
     assert _threads() - threads == set()
     assert _variables() == variables
+
+
+@pytest.fixture(autouse=True)
+def own_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a launch notes down for this user is neither that of whoever runs the tests, nor another test's."""
+    folder = tmp_path_factory.getbasetemp() / f"state-{uuid.uuid4().hex}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
 
 
 class StandInNvml:

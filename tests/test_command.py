@@ -4,6 +4,8 @@ import sys
 
 import pytest
 from gpuwatch.cli import main as module
+from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
+from gpuwatch.launcher.short_help import SHORT, short_help
 
 
 def said_to(capsys, monkeypatch, *words: str) -> tuple[int, str]:
@@ -73,3 +75,47 @@ def test_another_dash_in_place_of_hyphens_is_told(capsys, monkeypatch, words, hi
     code, text = said_to(capsys, monkeypatch, *words)
     assert code == 2
     assert text.endswith(f"{hint}\n")
+
+
+@pytest.mark.parametrize("command", module.COMMANDS)
+def test_the_help_of_each_command_is_one_screen_and_has_an_example(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["gpuwatch", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert not ended.value.code
+    usage, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40
+    assert f"gpuwatch {command} " in usage
+    assert any(f"gpuwatch {command} " in line for line in lines)
+
+
+@pytest.mark.parametrize("parser", [get_parser, get_run_parser, get_check_parser])
+def test_the_short_help_has_options_of_the_parser_and_leads_to_all(parser):
+    made = parser()
+    known = made._option_string_actions
+    for option, text in ((option, text) for part in SHORT[made.prog].parts.values() for option, text in part.items()):
+        name, _, value = option.partition(" ")
+        assert bool(value) == (known[name].nargs != 0), option
+        assert known[name].choices is None or value in known[name].choices
+        assert text
+    shown = short_help(made.prog)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.splitlines()[-1] == f"All options: {made.prog} --help-all"
+
+
+@pytest.mark.parametrize("parser", [get_parser, get_run_parser, get_check_parser])
+def test_all_options_are_in_the_whole_help(capsys, parser):
+    made = parser()
+    with pytest.raises(SystemExit) as ended:
+        made.parse_args(["--help-all"])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in made._option_string_actions)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help", "--hel"])
+def test_a_shortened_help_is_the_short_one(capsys, word):
+    with pytest.raises(SystemExit):
+        get_run_parser().parse_args([word])
+    assert capsys.readouterr().out == short_help("gpuwatch run")

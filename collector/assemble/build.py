@@ -151,6 +151,7 @@ def _run_info(
         earlier=earlier,
         replaced={owner: sorted(names) for owner, names in sorted(replaced.items())},
         report_command=facts.report_command,
+        starter=facts.starter,
     )
 
 

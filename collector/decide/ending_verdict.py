@@ -266,10 +266,10 @@ def _by_themselves(endings: ExitOrder) -> list[RankFacts]:
 def _fatal_lines(exit_: WorkerExit) -> list[str]:
     lines = []
     if exit_.stack:
-        calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])
+        calls = "; ".join(line.short for line in reversed(exit_.stack[:_MOST_CALLS]))
         native = any(not line.line for line in exit_.stack)
         why = "" if native else " (Python's calls only: faulthandler shows native ones from Python 3.14 on)"
-        lines.append(f"its stack, innermost call first: {calls}{why}")
+        lines.append(f"its stack, innermost call last: {calls}{why}")
     if exit_.shm_free >= 0:
         lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host after it ended")
     return lines

@@ -64,7 +64,7 @@ def absent(
     else:
         statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
         statement += f" It {'was' if ended else 'is'} {what}." if one and what else ""
-        now = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
+        now = f"Look at the line where {who} {'is' if one else 'are'}; the stacks are below."
         next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause, instead=instead)

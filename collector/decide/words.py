@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from typing import Any
 
 from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ...core.signal_errors import from_outside
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank
+from ..report.rank_states import signal_name as signal_name
 from ..report.sentence_parts import badness, coarse_share_text
 
 _COMPILED = (
@@ -65,16 +64,6 @@ def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
         "raised": f"after its script had raised {error}".rstrip() + last,
         "unwatched": "in a program that is not watched",
     }.get(seen.phase, f"in phase {seen.phase}")
-
-
-def signal_name(number: int) -> str:
-    """SIGTERM for 15."""
-    try:
-        return signal.Signals(number).name
-    except ValueError as error:
-        if from_outside(error):
-            raise
-        return f"signal {number}"
 
 
 def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:

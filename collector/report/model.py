@@ -379,6 +379,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     """Class or module -> its functions that gpuwatch replaced in at least one rank."""
     report_command: str = "gpuwatch report"
     """What shows this report, with the run's folder as it was when the report was made."""
+    starter: str = "torchrun"
+    """Who has started the ranks, and stops the others once one has failed, for a sentence."""
 
     @property
     def has_no_end(self) -> bool:

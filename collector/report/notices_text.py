@@ -16,6 +16,7 @@ from ...core.identity import rank_name
 from ...core.preflight import PreflightFinding
 from ...core.text import numbers_text, shown_name
 from ...core.torch_names import notes_on
+from .last_minute import last_minute
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RankReport, RunReport, StageCell
 from .sentence_parts import badness, bytes_text, coarse_share_text, counted, grouped, list_item, ranks_text
 
@@ -96,6 +97,19 @@ def node_notes(report: RunReport) -> Iterator[RenderableType]:
         yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
     if telemetry.trouble:
         yield Text(telemetry.trouble, style="yellow")
+
+
+def last_minute_table(report: RunReport) -> Iterator[Table | Text]:
+    """The memory of the lost rank and of its node in the minute before."""
+    found = last_minute(report)
+    if found is None:
+        return
+    yield Text(found.title)
+    times = (Column(time, justify="right", no_wrap=True) for time in found.times)
+    table = Table(Column("", overflow="fold"), *times, "", **PLAIN)
+    for row in found.rows:
+        table.add_row(row.title, *row.values, row.limit)
+    yield table
 
 
 def step_notes(report: RunReport) -> Iterator[RenderableType]:

@@ -172,7 +172,7 @@ def only_modules(report: RunReport, pattern: str) -> RunReport | None:
 # The ranks' stacks when they were asked for their positions.
 
 _MOST_THREADS = 6
-MOST_LINES = 12
+_MOST_CALLS = 12
 """Most lines of each stack in the text. report.json has more."""
 
 
@@ -184,13 +184,26 @@ class RankStack(NamedTuple):
     threads: list[str]
 
 
-def stacks_text(ranks: Iterable[RankReport | RankStack]) -> Iterator[str]:
-    """Lines: ranks that stand at the same place share one stack."""
-    for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
+StackGroups = list[tuple[list[str], list[RankReport | RankStack]]]
+"""(stack, the ranks that stand there)"""
+
+
+def stacks_of(ranks: Iterable[RankReport | RankStack]) -> StackGroups:
+    """Ranks that stand at the same place share one stack."""
+    alike = grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack))
+    return [(list(stack), found) for stack, found in alike.items()]
+
+
+def stacks_text(ranks: Iterable[RankReport | RankStack], most: int = _MOST_CALLS) -> Iterator[str]:
+    """Lines: at most that many of each stack, as Python prints them, with the innermost call last."""
+    for stack, alike in stacks_of(ranks):
         names = ranks_text(rank.rank for rank in alike)
         further = "" if is_users(stack[0]) else "further "
-        yield f"Stack of {names}, innermost call first ({further}calls inside torch are left out)"
-        yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])
+        yield f"Stack of {names}, innermost call last ({further}calls inside torch are left out)"
+        calls = own_lines(stack)
+        if len(calls) > most:
+            yield f"  ... {len(calls) - most} outer calls"
+        yield from (f"  {line}" for line in reversed(calls[:most]))
         threads = next((rank.threads for rank in alike if rank.threads), [])
         yield from (f"  other {line}" for line in threads[:_MOST_THREADS])
 

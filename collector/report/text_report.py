@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.events import CaptureFile
-from ...core.frames import module_text
+from ...core.frames import Frame, module_text
 from ...core.identity import rank_name
 from ...core.text import ranks_text, size_text
 from ...core.verdicts import ReportSection, VerdictKind
@@ -19,88 +19,18 @@ from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunR
 from .notices_text import (
     PLAIN,
     insight_notes,
+    last_minute_table,
     node_notes,
     notes,
-    notice_lines,
     print_findings,
     print_stages,
     step_notes,
-    trouble_lines,
     warned_rows_table,
 )
+from .rank_states import state_text
+from .report_sections import is_about_preflight, sections_of_text
 from .sentence_parts import TextConsole, WrappedText, counted, dim_codes, grouped, list_item, one_on
-from .side_by_side import SideBySide, can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
-
-# Which sections a report has, and which of them are open. The text and the page print this one list.
-
-_MOST_OPEN_ROWS = 64
-"""A table of more ranks is folded."""
-
-
-def is_about_preflight(report: RunReport) -> bool:
-    """Whether there was no training to report."""
-    return report.run.check_only or report.verdict.kind.opens == ReportSection.PREFLIGHT
-
-
-def sections_of(report: RunReport) -> list[ReportSection]:
-    """The sections with content, in their order."""
-    return [section for section, is_there in _IS_THERE.items() if is_there(report)]
-
-
-def sections_of_text(report: RunReport, *, rank: int | None = None, warnings: bool = False) -> list[ReportSection]:
-    """The same for the text, which cannot be folded: it omits sections that neither bear on the verdict nor were
-    requested."""
-    left_out = {ReportSection.WARNINGS} if not warnings else set()
-    if report.verdict.kind == VerdictKind.CLEAN and rank is None:
-        left_out.add(ReportSection.FRAMES)
-    if report.verdict.kind.opens != ReportSection.STACKS:
-        left_out.add(ReportSection.STACKS)
-    if is_about_preflight(report):
-        left_out |= set(ReportSection) - {ReportSection.VERDICT, ReportSection.PREFLIGHT, ReportSection.NOTES}
-    return [section for section in sections_of(report) if section not in left_out]
-
-
-def is_open(report: RunReport, section: ReportSection) -> bool:
-    """Whether the page shows it unfolded: the verdict's kind opens one, and findings open others."""
-    return section == report.verdict.kind.opens or bool(section in _OPEN and _OPEN[section](report))
-
-
-_IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
-    ReportSection.VERDICT: lambda report: True,
-    ReportSection.ATTEMPTS: lambda report: report.attempts or report.run.earlier,
-    ReportSection.RANKS: lambda report: report.everyone,
-    ReportSection.STACKS: lambda report: any(rank.stack for rank in report.ranks),
-    ReportSection.ERRORS: lambda report: any(rank.error is not None for rank in report.ranks),
-    ReportSection.PREFLIGHT: lambda report: (
-        report.preflight.findings
-        or report.preflight.bandwidth
-        or (report.preflight.stages and not is_about_preflight(report))  # else they stand beside the verdict
-    ),
-    ReportSection.NOTES: lambda report: [*trouble_lines(report), *notice_lines(report)],
-    ReportSection.NODES: lambda report: report.telemetry is not None,
-    ReportSection.STEPS: lambda report: report.steps is not None,
-    ReportSection.INSIGHTS: lambda report: report.insights,
-    ReportSection.WARNINGS: lambda report: any(rank.warnings for rank in report.ranks),
-    ReportSection.HEAT: can_be_compared,
-    ReportSection.TIMELINE: lambda report: report.timeline,
-    ReportSection.FRAMES: lambda report: any(rank.frames for rank in report.everyone),
-    ReportSection.BY_RANK: lambda report: any(r.frames or r.traces or r.traces_left_out for r in report.ranks),
-    ReportSection.LOST: lambda report: any(rank.lost.total for rank in report.ranks),
-    ReportSection.VERSIONS: lambda report: True,
-    ReportSection.CODES: lambda report: True,
-}
-assert list(_IS_THERE) == list(ReportSection)
-
-_OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
-    ReportSection.RANKS: lambda report: len(report.ranks) <= _MOST_OPEN_ROWS,
-    ReportSection.NOTES: lambda report: True,
-    ReportSection.NODES: lambda report: report.telemetry is not None and report.telemetry.notable,
-    ReportSection.STEPS: lambda report: report.steps is not None and (report.steps.stragglers or report.steps.trouble),
-    ReportSection.INSIGHTS: lambda report: True,
-    ReportSection.HEAT: lambda report: True,
-    ReportSection.CODES: lambda report: True,
-}
-
+from .side_by_side import SideBySide, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Lines of the report that the text and the page have in common. A line has no markup.
 
@@ -179,33 +109,43 @@ def render_text(
     `warnings`: each row near overflow or in underflow is shown, too.
     """
     console = TextConsole(width, color=color)
+    print_title(console, report)
+    for section in sections_of_text(report, rank=rank, warnings=warnings):
+        print_section(console, report, section, rank=rank, warnings=warnings)
+    return console.text()
+
+
+def print_title(console: Console, report: RunReport) -> None:
+    """The line above the report, and the stages of a preflight that the report is about."""
     run, nodes = report.run, counted(report.run.nnodes, "node")
     console.rule(f"gpuwatch report: run {run.id}, {counted(run.world_size, 'rank')} on {nodes}")
     if is_about_preflight(report):
         print_stages(console, report.preflight)
-    shown = rank_to_show(report, rank)
+
+
+def print_section(
+    console: Console, report: RunReport, section: ReportSection, *, rank: int | None = None, warnings: bool = False
+) -> None:
+    """Print one of `sections_of_text` whole. `rank` and `warnings` as for `render_text`."""
     earlier = [*attempt_lines(report), *earlier_lines(report)]
     slow = report.steps.stragglers if report.steps is not None else []
-    printers: dict[ReportSection, Callable[[ReportSection], None]] = {
-        ReportSection.VERDICT: lambda section: _verdict(console, report),
-        ReportSection.ATTEMPTS: lambda section: _list(console, section.heading, earlier),
-        ReportSection.RANKS: lambda section: _ranks(console, report),
-        ReportSection.STACKS: lambda section: _block(console, section.heading, "\n".join(stacks_text(report.ranks))),
-        ReportSection.PREFLIGHT: lambda section: print_findings(console, report),
-        ReportSection.NOTES: lambda section: _titled(console, section, notes(report)),
-        ReportSection.NODES: lambda section: _titled(console, section, node_notes(report)),
-        ReportSection.STEPS: lambda section: _titled(
+    printers: dict[ReportSection, Callable[[], None]] = {
+        ReportSection.VERDICT: lambda: _verdict(console, report),
+        ReportSection.ATTEMPTS: lambda: print_list(console, section.heading, earlier),
+        ReportSection.RANKS: lambda: print_ranks(console, report, _MAX_TABLE_ROWS),
+        ReportSection.STACKS: lambda: print_block(console, section.heading, "\n".join(stacks_text(report.ranks))),
+        ReportSection.PREFLIGHT: lambda: print_findings(console, report),
+        ReportSection.NOTES: lambda: _titled(console, section, notes(report)),
+        ReportSection.NODES: lambda: _titled(console, section, [*last_minute_table(report), *node_notes(report)]),
+        ReportSection.STEPS: lambda: _titled(
             console, section, step_notes(report), "bold red" if any(one.loud for one in slow) else "bold"
         ),
-        ReportSection.INSIGHTS: lambda section: _titled(console, section, insight_notes(report, warnings=warnings)),
-        ReportSection.WARNINGS: lambda section: _titled(console, section, warned_rows_table(report)),
-        ReportSection.FRAMES: lambda section: _frames(console, report, shown),
-        ReportSection.BY_RANK: lambda section: _traces(console, report, rank),
+        ReportSection.INSIGHTS: lambda: _titled(console, section, insight_notes(report, warnings=warnings)),
+        ReportSection.WARNINGS: lambda: _titled(console, section, warned_rows_table(report)),
+        ReportSection.FRAMES: lambda: _frames(console, report, rank_to_show(report, rank)),
+        ReportSection.BY_RANK: lambda: _traces(console, report, rank),
     }
-    for section in sections_of_text(report, rank=rank, warnings=warnings):
-        if section in printers:  # the page alone has the others
-            printers[section](section)
-    return console.text()
+    printers[section]()
 
 
 _SCREEN = 20
@@ -214,21 +154,29 @@ _SCREEN = 20
 
 def with_answer(report: RunReport, text: str, *, width: int = 80, color: bool = False) -> str:
     """The text, and once more the verdict, its cause and the first next step, if it has scrolled its beginning away."""
-    if text.count("\n", text.find("VERDICT")) < _SCREEN:
-        return text
+    return f"{text}\n\n{answer_text(report, width=width, color=color)}" if scrolls(text) else text
+
+
+def scrolls(text: str) -> bool:
+    """Whether the verdict of a report has left a terminal of 24 lines, once the text is printed there."""
+    return text.count("\n", text.find("VERDICT")) >= _SCREEN
+
+
+def answer_text(report: RunReport, *, width: int = 80, color: bool = False) -> str:
+    """The verdict, its cause and the first next step."""
     console = TextConsole(width, color=color)
-    _headline(console, report.verdict, report.how_sure)
+    print_headline(console, report.verdict, report.how_sure)
     for line in report.verdict.next[:1]:
         console.print(WrappedText(Text(line.splitlines()[0]), "Next: "))
         for more in line.splitlines()[1:]:
             console.print(Text(f"      {more}"), soft_wrap=True)
-    return f"{text}\n\n{console.text()}"
+    return console.text()
 
 
 def verdict_text(verdict: Verdict, *, width: int = 80, color: bool = False) -> str:
     """A verdict alone: what was found, why, and what to do."""
     console = TextConsole(width, color=color)
-    _headline(console, verdict, verdict.how_sure)
+    print_headline(console, verdict, verdict.how_sure)
     _reasons(console, verdict)
     return console.text()
 
@@ -244,21 +192,22 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 
 
 def _verdict(console: Console, report: RunReport) -> None:
-    _headline(console, report.verdict, report.how_sure)
+    print_headline(console, report.verdict, report.how_sure)
     _reasons(console, report.verdict)
-    _list(console, "Seen before", report.seen_before)
+    print_list(console, "Seen before", report.seen_before)
     console.print()
 
 
 def _reasons(console: Console, verdict: Verdict) -> None:
-    _list(console, "Why", verdict.evidence)
-    _list(console, "Capture", capture_lines(verdict.capture))
-    _list(console, "At the same time", concurrent_lines(verdict.concurrent))
-    _list(console, "Because of it", cascade_lines(verdict.cascade))
-    _list(console, "Next", verdict.next)
+    print_list(console, "Why", verdict.evidence)
+    print_list(console, "Capture", capture_lines(verdict.capture))
+    print_list(console, "At the same time", concurrent_lines(verdict.concurrent))
+    print_list(console, "Because of it", cascade_lines(verdict.cascade))
+    print_list(console, "Next", verdict.next)
 
 
-def _headline(console: Console, verdict: Verdict, how_sure: str) -> None:
+def print_headline(console: Console, verdict: Verdict, how_sure: str) -> None:
+    """The kind, how sure it is, the statement and the cause."""
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
     title = Text(f"VERDICT  {verdict.kind}{mark} {how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
@@ -266,28 +215,34 @@ def _headline(console: Console, verdict: Verdict, how_sure: str) -> None:
         console.print(WrappedText(Text(line, style="bold")))
 
 
-def _list(console: Console, title: str, items: list[str]) -> None:
+def print_list(console: Console, title: str, items: list[str]) -> None:
+    """A title, and a line for each item. The further lines of an item are not wrapped."""
     if not items:
         return
     console.print(Text(title, style="bold"))
     for item in items:
-        lines = item.splitlines() or [""]
-        console.print(list_item(lines[0]))
-        for line in lines[1:]:
-            console.print(Text(f"    {line}"), soft_wrap=True)
+        print_item(console, item)
 
 
-def _ranks(console: Console, report: RunReport) -> None:
+def print_item(console: Console, item: str) -> None:
+    """One item of a list."""
+    first, *more = item.splitlines() or [""]
+    console.print(list_item(first))
+    for line in more:
+        console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+def print_ranks(console: Console, report: RunReport, most: int) -> None:
+    """The table of the ranks, with at most that many rows and the processes that are no rank."""
     titles = "rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"
     table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
-    rows = _ranks_of_table(report)
+    rows = _ranks_of_table(report, most)
     for rank in [*rows, *report.processes]:
-        exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
             rank.label,
             Text(rank.host),
             Text(rank.device or "-"),
-            Text(rank.state + exit_),
+            Text(state_text(rank, report.run.starter)),
             _number(rank.step),
             _number(rank.batch),
             Text(first_text(rank.first_anomaly)),
@@ -296,21 +251,21 @@ def _ranks(console: Console, report: RunReport) -> None:
         )
     console.print(table)
     if len(rows) < len(report.ranks):
-        states = Counter(rank.state for rank in report.ranks)
+        states = Counter(state_text(rank, report.run.starter) for rank in report.ranks)
         text = ", ".join(f"{number} {state}" for state, number in states.most_common(_MAX_COLUMNS))
         console.print(Text(f"{len(rows)} of {len(report.ranks)} ranks ({text}); all are in report.json"))
 
 
-def _ranks_of_table(report: RunReport) -> list[RankReport]:
+def _ranks_of_table(report: RunReport, most: int) -> list[RankReport]:
     """All ranks of a small job; in a large one, those with a non-finite value, a different state, or frames."""
-    if len(report.ranks) <= _MAX_TABLE_ROWS:
+    if len(report.ranks) <= most:
         return report.ranks
     common = Counter(rank.state for rank in report.ranks).most_common(1)[0][0]
     named = [rank for rank in report.ranks if rank.rank == report.verdict.rank]
     met = [rank for rank in report.ranks if rank.first_anomaly is not None or rank.frames]
     differ = [rank for rank in report.ranks if rank.state != common or rank.error is not None]
     chosen = list({rank.rank: rank for rank in [*named, *met, *differ, *report.ranks[:1]]}.values())
-    return sorted(chosen[:_MAX_TABLE_ROWS], key=lambda rank: rank.rank)
+    return sorted(chosen[:most], key=lambda rank: rank.rank)
 
 
 def _number(number: int | None) -> str:
@@ -358,24 +313,27 @@ def _frames(console: Console, report: RunReport, rank: RankReport | None) -> Non
     if rank is None:
         return
     _side_by_side(console, report, rank)
-    frames = rank.frames
+    print_block(console, frames_title(rank.rank, rank.frames), frames_text(rank.frames))
+
+
+def frames_title(rank: int, frames: list[Frame]) -> str:
+    """`Rank 3, batch 7: last 21 forward frames`"""
     phase = f"{frames[-1].phase} " if len({frame.phase for frame in frames}) == 1 else ""
     last = f"last {len(frames)} {phase}frames" if len(frames) != 1 else f"last {phase}frame"
-    title = f"{one_on(rank.rank)}, batch {frames[-1].batch}: {last}"
-    _block(console, title, frames_text(frames))
+    return f"{one_on(rank)}, batch {frames[-1].batch}: {last}"
 
 
 def _traces(console: Console, report: RunReport, asked: int | None) -> None:
     for rank in report.ranks if asked is None else [r for r in report.ranks if r.rank == asked]:
         for page in rank.traces:
             title = f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames"
-            _block(console, title, frames_text(page.frames))
+            print_block(console, title, frames_text(page.frames))
         if rank.traces_left_out:
             left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are only in the run's store"
             console.print(Text(f"{left}: {report.run.report_command} --rank {rank.rank}"), soft_wrap=True)
 
 
-def _block(console: Console, title: str, text: str) -> None:
+def print_block(console: Console, title: str, text: str) -> None:
     """Lines that are not wrapped, under a title."""
     console.print()
     console.print(Text(title, style="bold"))

@@ -90,9 +90,12 @@ def _is_close(hot: HotModule) -> bool:
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
     state, ended, host = rank.state, rank.exit is not None, facts.host(rank)
+    stopped = rank.exit is not None and rank.exit.by == "torchrun"
     if state is None:
         phase = rank.exit.phase if rank.exit is not None else "starting"
-        return RankView(rank.rank, host, phase, -1, -1, -1, "", 0.0, False, 0, exit=rank.code, ended=ended)
+        return RankView(
+            rank.rank, host, phase, -1, -1, -1, "", 0.0, False, 0, exit=rank.code, ended=ended, stopped=stopped
+        )
     gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
         rank.rank,
@@ -108,7 +111,9 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         rank.code,
         ended,
         state.waits,
-        *((gpu.use, gpu.memory) if gpu is not None else ()),
+        gpu.use if gpu is not None else -1.0,
+        gpu.memory if gpu is not None else -1.0,
+        stopped,
     )
 
 

@@ -12,11 +12,13 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from ...core.errors import RANK_OVERFLOW
 from ...core.frames import format_number
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
 from ...core.wire.view import JobView, NodeView, RankView
+from ..report.rank_states import signal_name
 from ..report.sentence_parts import counted, elapsed_text
 from .snapshot import STATES, STILL_S, behind_of, state_of
 
@@ -265,7 +267,7 @@ def _cell(column: str, text: str) -> str:
 
 
 def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> ScreenLine:
-    phase = "ended" + (f" {rank.exit}" if rank.exit else "") if rank.ended else rank.phase
+    phase = _ending(rank) if rank.ended else rank.phase
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
@@ -285,6 +287,15 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     text = "".join(_cell(name, cells[name]) for name in columns) + f" {note}{where}"
     bad = rank.overflow or is_behind or (rank.ended and rank.exit not in (0, None))
     return ScreenLine(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
+
+
+def _ending(rank: RankView) -> str:
+    """At most ten letters: `stopped`, `SIGKILL`, `exit 3`; that it ended at its overflow stands beside it."""
+    if rank.stopped:
+        return "stopped"
+    if not rank.exit or (rank.overflow and rank.exit == RANK_OVERFLOW):
+        return "ended"
+    return signal_name(-rank.exit) if rank.exit < 0 else f"exit {rank.exit}"
 
 
 def _hot(view: JobView) -> list[ScreenLine]:

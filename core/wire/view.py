@@ -53,6 +53,8 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     """Share of the time in which a kernel ran on its GPU; -1: not known."""
     gpu_memory: float = -1.0
     """Share of its GPU's memory that is in use; -1: not known."""
+    stopped: bool = False
+    """Its launcher has ended it, once another rank had failed."""
 
 
 class NodeView(msgspec.Struct, frozen=True):

@@ -235,11 +235,11 @@ def test_a_file_in_place_of_the_runs_folder_is_refused(tmp_path, command):
         ("first/report.json", "expected a run, found 'first/report.json', a file of one; did you mean {first}?"),
         (
             "r.json",
-            "expected a run's folder, its name, or a .spool file, found the file 'r.json', which is none of them (",
+            "or a .spool file, found the file 'r.json', which is none of them (",
         ),
         (
             "adir",
-            "expected a run's folder, its name, or a .spool file, found the folder 'adir', which is none of them (",
+            "or a .spool file, found the folder 'adir', which is none of them (",
         ),
         ("frist", "found none at 'frist'; did you mean first? (runs there, newest last: first, second, third; "),
         ("nope", "found none at 'nope' (runs there, newest last: "),

@@ -56,7 +56,7 @@ MASKS = [
     (re.compile(r"after its script had raised(?: \w+)?(?: \(its last batch: #\))?"), "THERE"),
     (re.compile(r"in the \w+ of batch #|outside of a forward, after batch #|in the preflight, stage \w+"), "THERE"),
     (re.compile(r"(?:raised \w+ after # collectives|was stopped by torchrun)(?: THERE)?"), "ENDED"),
-    (re.compile(r"(?:raised|stopped) \(#\)"), "ENDED"),
+    (re.compile(r"raised RuntimeError|stopped by torchrun"), "ENDED"),
     (re.compile(r"─+"), "─"),
 ]
 """What may differ from one run to the next, and what it becomes on both sides."""
@@ -153,8 +153,6 @@ class Walk:
 
     page: Path
     folder: Path
-    narrow: bool = False
-    """A report is also printed as wide as a page of the docs: a launch does not know its terminal's width."""
     printed: list[str] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     made: list[tuple[Block, list[str]]] = field(default_factory=list)
@@ -170,8 +168,8 @@ class Walk:
             for command in run:
                 if not why_not(self.page, command) and (OPTIONAL not in command or shutil.which(OPTIONAL, path=PATH)):
                     self.run(command)
-                    if self.narrow and "\nVERDICT  " in self.printed[-1] and ENDS_AS_THE_RUN.search(command):
-                        self.run("gpuwatch report")  # as wide as COLUMNS says
+                    if "\nVERDICT  " in self.printed[-1] and ENDS_AS_THE_RUN.search(command):
+                        self.run("gpuwatch report --all")  # a page may show more than one screen has
             everything = [masked(text) for text in self.printed]
             compared = [paragraph for paragraph in shown if not why_not(self.page, paragraph)]
             for paragraph in compared:
@@ -197,6 +195,7 @@ class Walk:
         if PYTHON.match(command):
             argv = [sys.executable, "-c", (SCRIPTS / "prelude.py").read_text() + command]
         environ = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1", "BROWSER": "true", "COLUMNS": "80"}
+        environ["XDG_STATE_HOME"] = str(self.folder / "state")
         process = subprocess.Popen(
             argv,
             cwd=self.folder,
@@ -267,7 +266,7 @@ def main(pages: list[str], write: bool) -> int:
     for page in [ROOT / name for name in pages] or PAGES:
         print(name_of(page), flush=True)
         with place(page) as folder:
-            walk = Walk(page, folder, narrow=write)
+            walk = Walk(page, folder)
             walk.walk()
         if write:
             walk.write()

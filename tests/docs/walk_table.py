@@ -104,6 +104,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/options.md", "[[]run]*", ELSEWHERE),
     ("docs/options.md", "*", "made by docs/make_options.py: test_pages.py compares the two"),
     ("docs/preflight.md", "# thresholds.toml*", ELSEWHERE),
+    ("docs/report.md", "gpuwatch report 1847*", CLUSTER),
     ("docs/report.md", "- element [[]3, 5] of its grad weight*", SCRIPT),
     ("docs/scale.md", "python benchmarks/*", RUNS_ALL),
     ("docs/schedulers.md", "srun *", CLUSTER),

@@ -63,7 +63,7 @@ launch -m nosuch.module
 launch -m train.py
 launch --no-python nothere
 launch --no-python ./nothere.sh
-launch --help-all
+launch --help-alll
 launch --verison
 launch \u2013nproc-per-node 2 train.py
 launch trian.py

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from gpuwatch.core.errors import RANK_OVERFLOW
@@ -86,7 +87,8 @@ def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
     run = bench.launch("kwargs_dict.py", *PLAIN, "--on-overflow", "continue", "--trace-batches", "1")
 
     assert run.code == 4
-    assert run.stderr.count("traced: all frames") == 2
+    text = (run.cwd / "gpuwatch-runs" / "latest" / "report.txt").read_text()
+    assert text.count("traced: all frames") == 2
     (trace,) = run.report["ranks"][0]["traces"]
     assert trace["batch"] == 1
     roles = {row["role"]: row for frame in trace["frames"] for row in frame["rows"] if frame["module"] == "decoder"}
@@ -134,6 +136,10 @@ def test_the_report_can_be_read_and_made_again(bench):
     missing = bench.gpuwatch("report", "yesterday")
     assert missing.code == 2
     assert written["run"]["id"] in missing.stderr
+    (bench.cwd / "elsewhere").mkdir()
+    last = replace(bench, cwd=bench.cwd / "elsewhere").gpuwatch("report")
+    assert f"report: run {written['run']['id']}," in last.stdout
+    assert "of your last launch" in last.stderr
 
 
 @slow

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpuwatch.collector.report.one_screen import MOST_LINES
 
 from .tmux import Terminal
 
@@ -17,19 +18,20 @@ HANG = ("--hang-timeout", "8", "--on-hang", "abort")
 
 
 @pytest.mark.sample(1, of="a screen")
-@pytest.mark.parametrize("lines", [24, 50])
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 50)])
 @pytest.mark.parametrize(
-    ("fault", "options", "verdict", "says"),
+    ("fault", "options", "verdict", "says", "shows"),
     [
-        ("forward", (), "overflow, established", "Rank 1 on "),
-        ("raise", (), "crash, established", "/data/00017.tar is empty"),
-        ("kill", (), "lost, established", "was killed by SIGKILL"),
-        ("loop", HANG, "hang, supported", "Rank 1 never reached"),
+        ("forward", (), "overflow, established", "Rank 1 on ", "more: --rank 1"),
+        ("raise", (), "crash, established", "/data/00017.tar is empty", "Traceback (most recent call last):"),
+        ("kill", ("--telemetry", "1"), "lost, established", "was killed by SIGKILL", "resident memory of rank 1"),
+        ("loop", HANG, "hang, supported", "Rank 1 never reached", "Stack of rank 1, innermost call last"),
     ],
 )
-def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, lines):
+def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, shows, columns, lines):
+    """On a small one the verdict and what to do, on a large one all that was printed at the end."""
     words = ("launch", "--nproc-per-node", "2", *options, str(ROOT / "examples" / "faults.py"), "--fault", fault)
-    terminal = Terminal(bench.cwd, bench.environment, 80, lines)
+    terminal = Terminal(bench.cwd, bench.environment, columns, lines)
     try:
         terminal.run(shlex.join([sys.executable, "-m", "gpuwatch.cli.main", *words]) + "; echo the end")
         screen = terminal.until(lambda screen: any(line.strip() == "the end" for line in screen))
@@ -40,3 +42,7 @@ def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, lines
     assert answer.startswith(f"VERDICT  {verdict}")
     assert says in " ".join(answer.split())
     assert "\nNext: " in answer
+    if lines > MOST_LINES:
+        report = text[text.index("gpuwatch report: run ") : text.rindex("the end")]
+        assert shows in report
+        assert report.count("VERDICT  ") == 2

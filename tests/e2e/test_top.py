@@ -124,7 +124,7 @@ def _stacks(bench):
     until(is_told, f"stacks with {wanted}", lambda: tries[-1].stdout)
     shown = tries[-1]
     assert "run shown: 4 running ranks of 4\n" in shown.stdout
-    assert "Stack of ranks 0, 1, 3, innermost call first" in shown.stdout
+    assert "Stack of ranks 0, 1, 3, innermost call last" in shown.stdout
     assert "in forward: time.sleep(0.01)" in shown.stdout
     innermost = set[str]()
 

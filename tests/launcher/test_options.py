@@ -352,13 +352,13 @@ def test_the_sentence_says_what_was_expected(option, value, expected):
 
 def test_an_unknown_option_and_a_missing_script_are_usage_errors():
     for line in (["--no-such-option", "train.py"], []):
-        with pytest.raises(UsageError, match="gpuwatch launch --help"):
+        with pytest.raises(UsageError, match="gpuwatch launch --help-all"):
             get_parser().parse_args(line)
 
 
 def test_help_shows_both(capsys):
     with pytest.raises(SystemExit) as stop:
-        get_parser().parse_args(["--help"])
+        get_parser().parse_args(["--help-all"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--rdzv-endpoint" in shown
@@ -443,7 +443,7 @@ def test_a_wrong_line_is_told_what_was_meant(line, said):
     "line", ["--on-overflow abort", "--on-preflight-failure stop", "--every 3", "--no-such-option"]
 )
 def test_an_option_that_only_training_has_is_refused_by_a_check(line):
-    with pytest.raises(UsageError, match=r"unrecognized arguments.*gpuwatch check --help"):
+    with pytest.raises(UsageError, match=r"unrecognized arguments.*gpuwatch check --help-all"):
         get_check_parser().parse_args(line.split())
 
 
@@ -512,7 +512,7 @@ def test_the_command_that_is_sent_has_no_secret():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--help-all", "unrecognized arguments: --help-all; did you mean --help?"),
+        ("--help-al-l", "unrecognized arguments: --help-al-l; did you mean --help-all?"),
         ("--nproc-per-node 2 --nnode=2", "expected a training script, found none"),  # a shortened --nnodes
         ("--verison", "unrecognized arguments: --verison; did you mean gpuwatch --version?"),
         ("--evry=3", "unrecognized arguments: --evry; did you mean --every?"),

@@ -170,6 +170,13 @@ def test_an_error_of_ours_is_ours_though_a_handler_is_installed(handled):
     assert not from_outside(ValueError("never raised"))
 
 
+def test_a_value_that_an_enum_does_not_have_is_an_error_of_ours():
+    """signal.getsignal gives members of an enum for the signals that nobody handles."""
+    with pytest.raises(ValueError, match="not a valid Signals") as caught:
+        signal.Signals(40)
+    assert not from_outside(caught.value)
+
+
 def test_suppress_own_ends_ours_alone(handled):
     with suppress_own(ValueError):
         of_ours(1, None)

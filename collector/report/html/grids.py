@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from ....core.text import ranks_text
@@ -15,6 +14,7 @@ from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, RankReport, RunReport, StageCell
 from ..notices_text import stage_rows
+from ..rank_states import state_text
 from ..sentence_parts import grouped
 from ..side_by_side import ModuleCell, SideBySideRow, own_lines, rank_to_show, side_by_side
 
@@ -45,7 +45,8 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     if not report.ranks:
         return None
     hang = report.verdict.kind == VerdictKind.HANG and any(rank.stack for rank in report.ranks)
-    groups_of = grouped(report.ranks, _place if hang else _ending)
+    states = {rank.rank: state_text(rank, report.run.starter) for rank in report.ranks}
+    groups_of = grouped(report.ranks, _place if hang else lambda rank: states[rank.rank])
     alike = {text: [rank.rank for rank in ranks] for text, ranks in groups_of.items()}
     named = [text for text, ranks in alike.items() if report.verdict.rank in ranks]
     order = sorted(alike, key=lambda text: (text not in named, -len(alike[text]), alike[text]))
@@ -60,9 +61,8 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     side = next(side for side in (64, 48, 40, 32, 26, 20, 16, 12, 9, 6, 4) if side == 4 or _height(num, side) <= 240)
     columns = _WIDTH // side
     places = ((n % columns * side, n // columns * side) for n in range(num))
-    word = _function if hang else attrgetter("state")
     squares = [
-        (rank.rank, x, y, looks[rank.rank], word(rank)[:_MOST_LETTERS])
+        (rank.rank, x, y, looks[rank.rank], _short(_function(rank) if hang else states[rank.rank]))
         for rank, (x, y) in zip(report.ranks, places, strict=True)
     ]
     title = "Where each rank is" if hang else "How each rank ended"
@@ -73,10 +73,9 @@ def _height(ranks: int, side: int) -> int:
     return -(-ranks // (_WIDTH // side)) * side
 
 
-def _ending(rank: RankReport) -> str:
-    exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
-    error = f": {rank.error['type']}" if rank.error is not None else ""
-    return f"{rank.state}{exit_}{error}"
+def _short(text: str) -> str:
+    """`stopped` of `stopped by torchrun`."""
+    return (text if len(text) <= _MOST_LETTERS else text.partition(" ")[0])[:_MOST_LETTERS]
 
 
 def _place(rank: RankReport) -> str:

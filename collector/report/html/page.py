@@ -24,6 +24,8 @@ from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
+from ..rank_states import state_text
+from ..report_sections import is_open, sections_of
 from ..sentence_parts import bytes_text, elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .chart import OutputChart, along_the_calls, over_the_batches
@@ -96,9 +98,9 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
         sections=[
             (
                 section,
-                text_report.is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None),
+                is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None),
             )
-            for section in text_report.sections_of(report)
+            for section in sections_of(report)
         ],
         counts=counts,
         style=Markup(style),
@@ -148,7 +150,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
-    environment.filters.update(filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration)
+    environment.filters.update(
+        filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration, state=state_text
+    )
     return environment
 
 
@@ -232,7 +236,7 @@ _COMMAND = re.compile(
 )
 _CODED = re.compile(rf"\[({CODE.pattern})\]")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_STACKS = re.compile("all stacks(?= are below)")
+_STACKS = re.compile("the stacks(?= are below)")
 _MARKS = {
     _COMMAND: '<code class="command">{}</code>',
     _OPTION: '<span class="option">{}</span>',
@@ -248,8 +252,8 @@ def code_of(text: str) -> Markup:
 
     >>> code_of("`fc1` < 2; to test it: gpuwatch check --nproc-per-node 8.")
     Markup('<code>fc1</code> &lt; 2; to test it: <code class="command">gpuwatch check --nproc-per-node 8</code>.')
-    >>> code_of("Look at the line; all stacks are below.")
-    Markup('Look at the line; <a href="#stacks">all stacks</a> are below.')
+    >>> code_of("Look at the line; the stacks are below.")
+    Markup('Look at the line; <a href="#stacks">the stacks</a> are below.')
     """
     first, *commands = text.split("\n")
     if first.startswith("Traceback "):

@@ -87,8 +87,8 @@ def test_traced_batches_are_held_as_far_as_there_is_room(make, monkeypatch):
 
 def test_the_table_of_a_large_job_shows_the_ranks_that_differ(make, monkeypatch):
     monkeypatch.setattr("gpuwatch.collector.report.text_report._MAX_TABLE_ROWS", 8)
-    text = render_text(report_of(job(make)))
-    assert "2 of 40 ranks (39 stopped, 1 failed); all are in report.json" in text
+    text = " ".join(render_text(report_of(job(make))).split())
+    assert "2 of 40 ranks (39 stopped by torchrun, 1 ended with code 1); all are in report.json" in text
 
 
 @pytest.fixture
@@ -112,7 +112,8 @@ def test_the_command_reads_the_frames_of_any_rank_from_the_store(run):
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert "Rank 17, batch 0: last 2" in shown()
+    assert "Rank 17, batch 0: last forward frame of 2; more: --rank 17" in shown()
+    assert "Rank 17, batch 0: last 2" in shown("--all")
     assert "Rank 33, batch 0: last 2" in shown("--rank", "33")
     report = msgspec.json.decode(shown("--rank", "33", "--format", "json"), type=RunReport)
     assert next(rank for rank in report.ranks if rank.rank == 33).frames

@@ -111,7 +111,7 @@ def test_overflows_and_ends_come_first(picture):
     ranks[0] = picture.rank(0, ended=True, exit=0)
     screen = seen(picture.view(ranks, verdict="the verdict so far: supported: Rank 3"))
     assert [line.text.split()[0] for line in screen.ranks] == ["3", "4", "1", "2", "0"]
-    assert ("OVERFLOW" in screen.ranks[0].text, "ended -9" in screen.ranks[1].text) == (True, True)
+    assert ("OVERFLOW" in screen.ranks[0].text, " SIGKILL " in screen.ranks[1].text) == (True, True)
     assert ("the verdict so far: supported: Rank 3", "bad") in screen.head
 
 
@@ -181,3 +181,18 @@ def test_a_thousand_ranks_are_one_line_each_and_as_text_a_few(picture):
 
 def test_before_the_first_picture_it_says_so():
     assert "waiting for the first update" in plain(TopModel().screen(80), 5)
+
+
+@pytest.mark.parametrize(
+    ("end", "word"),
+    [
+        ({"exit": 0}, "ended"),
+        ({"exit": 3}, "exit 3"),
+        ({"exit": -15, "stopped": True}, "stopped"),
+        ({"exit": 94, "overflow": True}, "ended"),
+        ({"exit": 94}, "exit 94"),
+    ],
+)
+def test_how_a_rank_ended_is_said_in_words(picture, end, word):
+    (line,) = seen(picture.view([picture.rank(4, ended=True, **end)])).ranks
+    assert f" {word}   " in line.text

@@ -12,7 +12,7 @@ from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import EventMessage, NodeBye, RankHistoryMessage
 
-KINDS = ("forward", "growing", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
+KINDS = ("forward", "growing", "backward", "hang", "lost", "crash", "preflight", "clean", "hostile", "thousand")
 SLOTS = {"encoder.fc1": 2, "encoder.fc2": 5}
 """The slots of their outputs, as the batches below define them."""
 HOSTILE = "<script>alert(1)</script>"
@@ -89,6 +89,17 @@ def hang(make):
     return [*bodies, NodeBye("failed")]
 
 
+def lost(make):
+    """The kernel kills rank 1, whose memory has grown for a minute, in the 600th second of the telemetry."""
+    grows = [4e9 + 1.3e8 * max(0, n - 60) ** 1.5 for n in range(120)]
+    found = {("", "memory_used"): grows, ("", "memory_total"): [64e9] * 120, ("rank 1", "rss"): grows}
+    found |= {("rank 0", "rss"): [1e9] * 120, ("", "cpu"): [0.4 * 5 * n for n in range(120)]}
+    bodies = [make.hello(nproc=2), make.telemetry(found, began_s=1000.0)]
+    bodies += batch_of(make, 0).messages() + batch_of(make, 1).messages()
+    end_ns = 1590 * 10**9
+    return [*bodies, make.ended(1, -9, times_ns=(end_ns, end_ns)), make.ended(0, -15, "torchrun"), NodeBye("failed")]
+
+
 def crash(make):
     return [
         make.hello(nproc=2),
@@ -131,6 +142,7 @@ def messages_of(make, kind):
         "growing": growing,
         "backward": backward,
         "hang": hang,
+        "lost": lost,
         "crash": crash,
         "preflight": preflight,
         "clean": clean,

@@ -1,4 +1,5 @@
-"""What a user sees of a report of each kind, letter by letter: as text, and what the page says with scripts off.
+"""What a user sees of a report of each kind, letter by letter: the whole text, one screen of it, and the page
+with scripts off.
 
 A change that is meant is written with: WRITE_GOLDEN=1 python -m pytest tests/collector/report/html/test_golden.py
 Then read the difference before it is committed.
@@ -13,14 +14,19 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.collector.report.html.page import render_html
+from gpuwatch.collector.report.one_screen import screen_text
 from gpuwatch.collector.report.text_report import render_text
 
 from .conftest import KINDS
 
 FOLDER = Path(__file__).parent / "golden"
 CASES = [
-    (kind, rendering) for kind in KINDS for rendering in ("text", "page") if (kind, rendering) != ("thousand", "page")
+    (kind, rendering)
+    for kind in KINDS
+    for rendering in ("text", "screen", "page")
+    if (kind, rendering) != ("thousand", "page")
 ]
+LAST_WORDS = "report: /home/me/gpuwatch-runs/latest/report.json\nas a page: /home/me/gpuwatch-runs/latest/report.html"
 _NOT_READ = {"style", "script"}
 _BLOCKS = {"p", "h1", "h2", "h3", "li", "tr", "section", "details", "summary", "div", "pre", "figure", "figcaption"}
 
@@ -56,10 +62,17 @@ def text_of(page):
     return "\n".join(line for line in lines if line)
 
 
+SAID = {
+    "text": lambda report: render_text(report, width=110),
+    "screen": lambda report: screen_text(report, last_words=LAST_WORDS),
+    "page": lambda report: text_of(render_html(report)),
+}
+
+
 @pytest.mark.parametrize(("kind", "rendering"), CASES)
 def test_a_report_is_what_it_was(report_of, kind, rendering):
     report = report_of(kind)
-    said = render_text(report, width=110) if rendering == "text" else text_of(render_html(report))
+    said = SAID[rendering](report)
     golden = FOLDER / f"{kind}.{rendering}.txt"
     if os.environ.get("WRITE_GOLDEN"):
         golden.write_text(said + "\n")

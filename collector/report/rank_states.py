@@ -1,0 +1,37 @@
+"""What became of a rank, in words. report.json has the state and the exit code that these are made of."""
+
+from __future__ import annotations
+
+import signal
+
+from ...core.errors import RANK_OVERFLOW
+from ...core.signal_errors import from_outside
+from .model import RankReport
+
+
+def state_text(rank: RankReport, starter: str) -> str:
+    """How a rank ended, or what it was doing when it was last heard. `starter` has started the ranks: `torchrun`.
+
+    `stopped by torchrun`, `ended at its overflow`, `killed (SIGKILL)`, `raised KeyError`, `ended with code 3`, `script`
+    """
+    code = rank.exit
+    if rank.state == "aborted" or (rank.state == "failed" and code == RANK_OVERFLOW and rank.first_anomaly is not None):
+        return "ended at its overflow"
+    if rank.state == "stopped":
+        return f"stopped by {starter}"
+    if rank.state == "raised":
+        error = str(rank.error.get("type", "")) if rank.error is not None else ""
+        return f"raised {error}".rstrip()
+    if rank.state in ("killed", "failed") and code is not None:
+        return f"{rank.state} ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
+    return rank.state
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15."""
+    try:
+        return signal.Signals(number).name
+    except ValueError as error:
+        if from_outside(error):
+            raise
+        return f"signal {number}"

@@ -1,0 +1,101 @@
+"""How a user names a run: also by a job's number, and where the folder has none, the last one that was launched."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from gpuwatch.cli.main import cli
+from gpuwatch.collector.finish import open_store, report_from_store, write_report
+from gpuwatch.collector.run_files import new_run
+from gpuwatch.core.errors import UsageError
+from gpuwatch.launcher.last_run import remember_run, remembered_run
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """name -> the folder of that run, somewhere else than here."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def make(name: str, runs_dir: Path | None = None) -> Path:
+        paths = new_run(runs_dir or tmp_path / "elsewhere" / "gpuwatch-runs", name)
+        open_store(paths, 21).close()
+        assert write_report(paths, report_from_store(paths)) is None
+        return paths.folder
+
+    return make
+
+
+def shown(*words: str):
+    return CliRunner().invoke(cli, ["report", *words])
+
+
+def remember(folder: Path) -> None:
+    """Until it is written, or could not be."""
+    remember_run(folder)
+    for thread in threading.enumerate():
+        if thread.name == "gpuwatch-last-run":
+            thread.join()
+
+
+def test_a_folder_without_runs_has_that_of_the_last_launch(run):
+    folder = run("first")
+    assert isinstance(shown().exception, UsageError), "nothing was launched"
+    remember(folder)
+    done = shown()
+    assert "gpuwatch report: run first" in done.output
+    assert done.output.startswith(
+        f"gpuwatch: gpuwatch-runs here has no such run; this is {folder}, of your last launch"
+    )
+    here = run("own", Path("gpuwatch-runs"))
+    assert "gpuwatch report: run own" in shown().output and not shown().output.startswith("gpuwatch: gpuwatch-runs")
+    assert here.is_dir()
+
+
+def test_a_folder_that_was_named_is_the_only_one(run):
+    remember(run("first"))
+    assert isinstance(shown("--runs-dir", "nowhere").exception, UsageError)
+    assert isinstance(shown("second").exception, UsageError), "a name is that of a run here"
+
+
+def test_a_run_that_is_gone_is_not_shown(run, tmp_path):
+    remember(tmp_path / "gone")
+    assert isinstance(shown().exception, UsageError)
+
+
+def test_a_job_is_named_by_its_number(run):
+    here = Path("gpuwatch-runs")
+    for name in ("20261121-091533-slurm-17", "20261121-092101-slurm-17-restart-1", "20261121-091533-slurm-170"):
+        run(name, here)
+    assert "run 20261121-092101-slurm-17-restart-1," in shown("17").output, "its last life"
+    assert "run 20261121-091533-slurm-170," in shown("170").output
+    assert isinstance(shown("1").exception, UsageError)
+    run("20261121-091533-slurm-18_3")
+    last = run("20261121-101533-slurm-19")
+    remember(last)
+    done = shown("18_3")
+    assert "run 20261121-091533-slurm-18_3," in done.output and "of your last launch" in done.output
+
+
+def test_the_file_is_this_users_alone_and_holds_a_path(own_state_folder, tmp_path):
+    folder = tmp_path / "a b\udcff"
+    remember(folder)
+    file = own_state_folder / "gpuwatch" / "last-run"
+    assert file.read_bytes() == os.fsencode(folder)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert remembered_run() == folder
+
+
+@pytest.mark.parametrize("state", ["/proc/no-such-folder", "relative", ""])
+def test_what_cannot_be_written_or_read_is_no_error(state, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("XDG_STATE_HOME", state)
+    monkeypatch.setenv("HOME", "/proc/no-such-home")
+    remember(tmp_path)
+    assert remembered_run() is None
+    assert capfd.readouterr() == ("", "")
