@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,8 +75,9 @@ class MadeValue:
 
 @dataclass(eq=False, slots=True)
 class _StorageRecord:
-    alive: StorageWeakRef
-    """Its address is given to no other storage while this lives."""
+    held: int
+    """A weak reference in C++: its address is given to no other storage until `forget` gives this back. torch's
+    StorageWeakRef does that in a `__del__`: what a signal's handler raises there is lost."""
     given: bool
     """It was there before the run."""
     unknown: bool
@@ -191,9 +191,10 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return None
         record = self._storages.get(key)
         if record is None or is_new:
-            storage = tensor.untyped_storage()
-            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # likewise
-            record = self._storages[key] = _StorageRecord(alive, not is_new, not is_new)
+            before = record
+            record = self._storages[key] = _StorageRecord(tensor.untyped_storage()._weak_ref(), not is_new, not is_new)
+            if before is not None:
+                torch.UntypedStorage._free_weak_ref(before.held)
         return record
 
     def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
@@ -341,6 +342,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Put back what the run has changed in place."""
         for flat, before in self._kept.values():
             flat.copy_(before)
+
+    def forget(self) -> None:
+        """Nobody asks for an origin from now on."""
+        storages, self._storages = self._storages, {}
+        for record in storages.values():
+            torch.UntypedStorage._free_weak_ref(record.held)
 
     def has_changed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the run has changed one of these in place."""
