@@ -49,15 +49,17 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
         return not given_up
 
 
-class AwaitedThread(threading.Thread):
+class AwaitedThread:
     """A thread that the main thread waits for while signals' handlers raise. The process does not wait for it.
 
     CPython's own `start` takes what a handler raises for a thread that could not be made: the thread then prints a
     KeyError. Its own `join` takes a thread that runs for one that has ended (3.12 and earlier, _wait_for_tstate_lock).
+    And when a Thread is freed, a callback in Python runs (threading._dangling): what a handler raises there is lost. So
+    only another thread has it.
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
-        super().__init__(target=run, name=name, daemon=True)
+        self._work, self._name = run, name
         self._running = _thread.allocate_lock()
         self._running.acquire()
         self._has_ended, self._is_given_up = True, False
@@ -76,7 +78,7 @@ class AwaitedThread(threading.Thread):
 
     def _start(self) -> None:
         try:
-            self.start()
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
         except RuntimeError as error:
             if from_outside(error):
                 raise
@@ -86,11 +88,10 @@ class AwaitedThread(threading.Thread):
         self.refused = error
         self._end()
 
-    def run(self) -> None:
-        """What it was made for, unless it was given up before."""
+    def _run(self) -> None:
         try:
             if not self._is_given_up:
-                super().run()
+                self._work()
         finally:
             self._end()
 

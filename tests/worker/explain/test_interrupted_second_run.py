@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.core.guest.threads import AwaitedThread
+from gpuwatch.core.guest.threads import SECOND_RUN, AwaitedThread
 from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.tests.waiting import until
 from gpuwatch.worker.explain import forward_thread
@@ -86,7 +86,7 @@ def test_wherever_it_comes_all_is_put_back_and_the_thread_has_ended(second_run):
     assert seen > 50
     run()
     for thread in threading.enumerate():
-        if isinstance(thread, AwaitedThread):
+        if thread.name == SECOND_RUN:
             thread.join()
     assert threading.active_count() == threads
 
@@ -94,7 +94,7 @@ def test_wherever_it_comes_all_is_put_back_and_the_thread_has_ended(second_run):
 def test_the_thread_that_it_interrupts_has_ended_when_it_is_raised(second_run):
     """Thread.join takes a thread that runs for one that has ended, where a handler raises in it (Python 3.11)."""
     module, run = second_run
-    waits = all_of(AwaitedThread.ends_within, threading.Thread)
+    waits = all_of(AwaitedThread.ends_within)
     main, ended, raised = threading.main_thread().ident, [], threading.Event()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
