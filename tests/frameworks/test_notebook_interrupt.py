@@ -58,7 +58,7 @@ class Notebook:
         self.client.wait_for_ready(timeout=WAIT_S)
 
     def run(self, cell: str, interrupt_after: tuple[str, ...] = ()) -> list[str]:
-        """What a cell prints, and the error that ends it. It is interrupted each time that it has printed such a line."""
+        """What a cell prints, and the error that ends it. It is interrupted when it has printed each of these lines."""
         told: list[str] = []
         waits, sent = list(interrupt_after), self.client.execute(cell)
         while True:
@@ -103,7 +103,9 @@ def notebook():
         each.close()
 
 
-@pytest.mark.parametrize(("cell", "lines"), [(ONCE, ("begun",)), (TWICE, ("begun", "interrupted"))], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    ("cell", "lines"), [(ONCE, ("begun",)), (TWICE, ("begun", "interrupted"))], ids=["once", "twice"]
+)
 def test_an_interrupted_cell_ends_as_without_gpuwatch(notebook, cell, lines):
     plain, watched = notebook(), notebook()
     told = {}

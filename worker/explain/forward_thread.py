@@ -221,7 +221,7 @@ class _KeptState:
         if self._numpy is not None:
             self._numpy.random.set_state(self._of_numpy)
         with suppress_own(RuntimeError, AttributeError):  # it was not begun, or only in part
-            self._warnings.__exit__()
+            self._warnings.__exit__(None, None, None)
 
 
 def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None, run: Callable[[], T]) -> T:

@@ -43,6 +43,8 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "masked_fill_")
 """Operations that write in place and read nothing of what was there before."""
 _WHOLLY = ("copy_", "fill_", "zero_")
+_weak: Any = torch.UntypedStorage._weak_ref
+_free_weak: Any = torch.UntypedStorage._free_weak_ref
 _NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 _WITHOUT_FILE = ("<ipython", "<stdin>")
 """Names in brackets that stand for code of the user's. Others are generated code."""
@@ -192,9 +194,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         record = self._storages.get(key)
         if record is None or is_new:
             before = record
-            record = self._storages[key] = _StorageRecord(tensor.untyped_storage()._weak_ref(), not is_new, not is_new)
+            record = self._storages[key] = _StorageRecord(_weak(tensor.untyped_storage()), not is_new, not is_new)
             if before is not None:
-                torch.UntypedStorage._free_weak_ref(before.held)
+                _free_weak(before.held)
         return record
 
     def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
@@ -347,7 +349,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Nobody asks for an origin from now on."""
         storages, self._storages = self._storages, {}
         for record in storages.values():
-            torch.UntypedStorage._free_weak_ref(record.held)
+            _free_weak(record.held)
 
     def has_changed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the run has changed one of these in place."""

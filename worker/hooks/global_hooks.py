@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
@@ -209,7 +209,7 @@ class GlobalHooks:
             fields[HeadField.HOOKS_GONE] += 1
 
     def without_ours(self, run: Callable[[], T]) -> T:
-        """Call `run` without our hooks on modules and optimizers. Then these have the places among others' that they had.
+        """Call `run` without our hooks on modules and optimizers. Then these are back at their places among others'.
 
         It is no context manager: a signal's handler could raise between its parts, and the hooks would stay away.
         """

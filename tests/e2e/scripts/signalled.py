@@ -202,7 +202,13 @@ def call(prepare: Callable[[], Any], interrupted: Callable[..., Any], after_s: f
 def main(places: Places) -> dict[str, Any]:
     global armed
     told: dict[str, Any] = {"caught": {}, "lost": {}, "in gpuwatch": 0, "ended in gpuwatch": 0}
-    told |= {"in a second run": 0, "elsewhere": [], "without gradients": [], "ended in": [], "left changed": left_changed}
+    told |= {
+        "in a second run": 0,
+        "elsewhere": [],
+        "without gradients": [],
+        "ended in": [],
+        "left changed": left_changed,
+    }
     for place in options.places:
         for _ in range(3):
             took_s = call(*places.of(place), None)
