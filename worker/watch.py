@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import socket
 import traceback
 import weakref
@@ -128,8 +129,10 @@ def facts_of(
 ) -> RunFacts:
     """The facts about this process so far. They say nothing about the other ranks of its process group."""
     # a script without a launcher has no collector of its own: here alone a worker calls the collector's functions
+    numbers = random.getstate()
     from ..collector.facts.fold import fold
 
+    random.setstate(numbers)  # rich, which that imports, draws one of Python's random numbers at its import
     messages = _messages(state, definitions, events, pages)
     facts = fold(("process", number, body) for number, body in enumerate(messages))
     facts.report_command = ""
@@ -266,9 +269,10 @@ class ModelWatch:
         those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device. If the device has
         failed, as after an assertion in a kernel, the verdict is a crash.
         """
+        facts = self._facts()
         from ..collector.decide.decide import decide
 
-        verdict = decide(self._facts())
+        verdict = decide(facts)
         if not self._owned:  # the run's options apply
             return verdict
         statement, *others = map(as_keywords, [verdict.statement, *verdict.evidence, *verdict.next])
@@ -277,10 +281,11 @@ class ModelWatch:
 
     def _repr_html_(self) -> str:
         """The report's page on this process, for a notebook."""
+        facts = self._facts()
         from ..collector.assemble.build import build_report
         from ..collector.report.html.page import embedded, render_html
 
-        report = build_report(self._facts(), run_id="of this process", started=None, ended=None)
+        report = build_report(facts, run_id="of this process", started=None, ended=None)
         return embedded(render_html(report, spelled=as_keywords if self._owned else str))
 
     def _facts(self) -> RunFacts:

@@ -244,6 +244,8 @@ class PendingOperation:
     def text(self, world_size: int) -> str:
         """`all_reduce`, `all_reduce of group 1 (ranks 4-7)`, `send to rank 1`"""
         name = self.operation.operation if self.operation is not None and self.operation.operation else "a collective"
+        if self.number < 0 and self.operation is None:  # torch has refused it
+            return "a send or a receive"
         if self.number < 0 and self.operation is not None:
             whom = f"rank {self.peer}" if self.peer is not None else "any rank"
             return f"{name} {'to' if name == 'send' else 'from'} {whom}"

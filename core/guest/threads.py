@@ -49,21 +49,65 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
         return not given_up
 
 
-def begin(thread: threading.Thread) -> None:
-    """Start a thread, and raise what a signal's handler raises meanwhile.
+class AwaitedThread:
+    """A thread that the main thread waits for while signals' handlers raise. The process does not wait for it.
 
-    `threading.Thread.start` takes any exception for a thread that could not be made, and forgets it. It raises KeyError
-    where the thread has begun by then.
+    CPython's own `start` takes what a handler raises for a thread that could not be made: the thread then prints a
+    KeyError. Its own `join` takes a thread that runs for one that has ended (3.12 and earlier, _wait_for_tstate_lock).
+    And when a Thread is freed, a callback in Python runs (threading._dangling): what a handler raises there is lost. So
+    only another thread has it.
     """
-    interrupted: BaseException | None = None
-    try:
-        thread.start()
-    except KeyError as error:
-        if from_outside(error) or error.__context__ is None:
-            raise
-        interrupted = error.__context__
-    if interrupted is not None:
-        raise interrupted
+
+    def __init__(self, run: Callable[[], object], name: str) -> None:
+        self._work, self._name = run, name
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+        self._has_ended, self._is_given_up = True, False
+        self.refused: RuntimeError | None = None
+        """A limit on threads: it has ended, and nothing was done."""
+
+    def begin(self) -> None:
+        """Start it, and do not wait until it has begun."""
+        try:
+            self._has_ended = False  # no call lies between this and the next line, so no handler runs there
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError as error:
+            if from_outside(error):
+                raise
+            self._refuse(error)
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            if from_outside(error):
+                raise
+            self._refuse(error)
+
+    def _refuse(self, error: RuntimeError) -> None:
+        self.refused = error
+        self._end()
+
+    def _run(self) -> None:
+        try:
+            if not self._is_given_up:
+                self._work()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._running.release()
+
+    def give_up(self) -> None:
+        """If it has not begun, it does nothing from now on."""
+        self._is_given_up = True
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended, or ends within so many seconds. True if it was never begun."""
+        if not self._has_ended:  # a handler may have raised here before, with the lock taken
+            self._running.acquire(timeout=seconds)
+        return self._has_ended
 
 
 class OneThread:

@@ -329,10 +329,11 @@ class RecorderWriter:
         _pack_value(self.view, at, low, high, meta)
         return index
 
-    def values(self, count: int, meta: int) -> tuple[int, int]:
+    def values(self, count: int, meta: int) -> tuple[int, int, int]:
         """Take `count` values side by side in one segment, all of them (0, 0, meta): their numbers are stored later.
 
-        A segment holds VALUES_PER_SEGMENT. Returns the index of the first in the page, and its position in the segment.
+        A segment holds VALUES_PER_SEGMENT. Returns the index of the first in the page, its position in the segment,
+        and the offset of the segment's values in the file.
         """
         assert self.page is not None
         taken = _value_bytes(meta) * count
@@ -345,7 +346,7 @@ class RecorderWriter:
         at, index = self._values_at + used * 24, seg[_VALUE_BASE] + used
         seg[_VALUES] = used + count
         self.view[at : at + count * 24] = taken
-        return index, used
+        return index, used, at - used * 24
 
     def frame(
         self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple], collectives: int = 0

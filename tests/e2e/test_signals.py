@@ -76,11 +76,21 @@ def test_a_thousand_of_them(bench, place, without_c, late):
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])
-@pytest.mark.parametrize("place", ["second run", pytest.param("compiled", marks=pytest.mark.soak)])
-def test_one_that_comes_in_a_second_run_or_in_compiled_code(bench, place, without_c):
-    """torch loses one there now and then, without gpuwatch, too: in guards, and in callbacks of weak references."""
-    found = signalled(bench, "--places", place, "--signals", "30", *without_c)
+@pytest.mark.parametrize("signals", [40, pytest.param(1000, marks=pytest.mark.soak)])
+def test_one_that_comes_in_a_second_run(bench, signals, without_c):
+    """Trials with other samples included. The model is then as one forward leaves it."""
+    found = signalled(bench, "--places", "second run", "--signals", str(signals), *without_c)
+    check(found, ["second run"], signals)
+    assert found["left changed"] == []
+    assert found["in a second run"] > signals // 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+def test_one_that_comes_in_compiled_code(bench, without_c):
+    """torch loses one there now and then, without gpuwatch, too: in guards."""
+    found = signalled(bench, "--places", "compiled", "--signals", "30", *without_c)
     assert found["ended in gpuwatch"] == 0, found["ended in"]
-    assert found["caught"][place] >= 5  # a run that is faster than those before it ends before its signal
+    assert found["caught"]["compiled"] >= 5
     assert found["elsewhere"] == found["without gradients"] == []
     assert found.get("same bits", True)

@@ -765,3 +765,23 @@ def test_a_process_ends_as_ever_while_a_second_run_is_inside_of_torch():
     done = subprocess.run([sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "a second run of the forward took longer than 0.1 s\n"
+
+
+LOOKS_AT_IT = """
+import random, torch, gpuwatch
+watched = gpuwatch.watch(model := torch.nn.Sequential(torch.nn.ReLU()))
+model(torch.ones(2))
+before = random.getstate()
+LOOK
+print(random.getstate() == before)
+"""
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("look", ["watched.verdict()", "watched._repr_html_()", "watched.report()"])
+def test_what_a_script_draws_is_the_same_where_it_looks_at_its_watch(look):
+    """rich draws one of Python's random numbers at its import."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_AT_IT.replace("LOOK", look)], capture_output=True, text=True, timeout=600
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -9,6 +9,10 @@ Every stream of every device has its own rows, and packs and copies them itself.
 because of gpuwatch.
 
 Like the recorder, it must be called by one thread at a time.
+
+A signal's handler may call a module, or communicate, in the middle of what is done here. Until that has been done it
+then reads nothing, sends nothing, and the numbers that it would have read are counted (`is_busy`). Else a value could
+get the number of another.
 """
 
 from __future__ import annotations
@@ -90,7 +94,10 @@ class DeviceStatsBuffer:
         self.reads = self._reader.reads if isinstance(self._reader, TritonReader) else None
         """The kernels that the native writer may launch itself."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
-        self._last: tuple[StreamBuffer, int] | None = None
+        self.is_busy = False
+        """Rows are being read or sent: whoever comes meanwhile is a signal's handler. device_reads.c sets it, too."""
+        self.takes = False
+        """A value is taken meanwhile: the segment may end, and is sent, as nothing is half read."""
         self._together = False
         """Tensors that are measured wait for one launch."""
         self._may_wait = True
@@ -100,7 +107,7 @@ class DeviceStatsBuffer:
         """Values whose copy was not started yet. All belong to the current segment or to `_unsent`."""
         self._queued_page = -1
         self._unsent: tuple[int, int] | None = None
-        """A segment that ended while the user captured a graph: (offset of its values, page)."""
+        """A segment that ended while the user captured a graph, or within a handler: (offset of its values, page)."""
         self.captured = CapturedRows(self._driver)
         self.passed = PassedReadings(self._driver, self._do)
         """Readings of tensors that pass between ranks. They are sent together with the rows."""
@@ -144,7 +151,7 @@ class DeviceStatsBuffer:
         without_modes(self._copies.take_arrived, self._buffers.values())
         self._buffers.clear()
         self._queued = 0
-        self._last = self._unsent = None
+        self._unsent = None
         if all_arrived:
             self._copies.close()
         else:
@@ -168,22 +175,34 @@ class DeviceStatsBuffer:
         changed it. The device decides that, for all such weights in one launch before the rows are copied. So a frame's
         other tensors must be read before its weights.
         """
+        if self.is_busy:
+            self._fields[HeadField.ROWS_INTERRUPTED] += sum(map(self._driver.holds, tensors))
+            return [None] * len(tensors), [None] * len(earlier)
+        self.is_busy = True  # no call lies between this and `try`, so no handler runs there
+        try:
+            return self._frame(tensors, elements, earlier, count)
+        finally:
+            self.is_busy = self.takes = False
+
+    def _frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
         indices: list[int | None] = []
         rows: list[DeviceRow | None] = []
         values = len(tensors) - len(earlier)
         captured = self._driver.is_capturing()  # a read becomes a part of the user's graph
         for place, tensor in enumerate(tensors):
-            index = None
+            index, row = None, None
             if self._driver.holds(tensor):
                 if captured:
                     index = self._capture(tensor, elements[place], count)
+                elif place < values:
+                    index, _ = self._measure(tensor, elements[place], count, None, is_weight=False)
                 else:
-                    before = earlier[place - values] if place >= values else None
-                    index = self._measure(tensor, elements[place], count, before)
+                    index, row = self._measure(tensor, elements[place], count, earlier[place - values], is_weight=True)
             indices.append(index)
             if place >= values:
-                is_read = index is not None and not captured
-                rows.append(self._remember(earlier[place - values]) if is_read else None)
+                rows.append(row)
         return indices, rows
 
     # -- the tensors of a frame that the native writer reads: see device_reads.c -----------------------------------
@@ -195,7 +214,7 @@ class DeviceStatsBuffer:
         """
         self._held_bytes += size
         if self._held_bytes > _MOST_HELD:
-            without_modes(self.read_waiting)
+            without_modes(self._read_all)
 
     def read_rest(
         self,
@@ -216,15 +235,16 @@ class DeviceStatsBuffer:
         """Reads of these tensors were put on the stream."""
         self._driver.keep(tensors, buffer.key, buffer.stream)
 
-    def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
+    def _measure(
+        self, tensor: torch.Tensor, elements: int, count: bool, before: Any, *, is_weight: bool
+    ) -> tuple[int | None, DeviceRow | None]:
+        """(index of the value, the row of a weight)"""
         buffer = self._buffer(tensor.device)
         kept: DeviceRow | None = before if _is_packed(before, buffer) else None
         source = _source_of(tensor, elements) if kept is None else None
         if source is None and kept is None:
-            return None
-        index = self._next_value()
-        position = self._recorder.value_position
-        self._last = (buffer, position)
+            return None, None
+        index, position = self._next_value()
         if kept is not None and self._begins_segment():
             source = _source_of(tensor, elements)
         if source is None:
@@ -241,7 +261,7 @@ class DeviceStatsBuffer:
         limit = self._notable.wide_limit(tensor.dtype)
         if limit is not None:
             buffer.limits[position] = limit
-        return index
+        return index, self._remember(buffer, position, before) if is_weight else None
 
     def _capture(self, tensor: torch.Tensor, elements: int, count: bool) -> int | None:
         page, frames, index = self._recorder.page, self._recorder.frame_count, None
@@ -268,8 +288,7 @@ class DeviceStatsBuffer:
         """
         page, buffer, count = self._recorder.page, self._buffer(reads.device), end - first
         assert page is not None
-        index, position = self._recorder.values(count, PENDING)
-        values_at = self._recorder.cursor[0] + layout.VALUES_AT
+        index, position, values_at = self._recorder.values(count, PENDING)
         packed: torch.Tensor = self._do("pack", reads.rows[first:end], count)
         if self._has_room(values_at):
             self._copies.start(buffer, page.number, values_at, packed, list(range(position, position + count)), {})
@@ -277,10 +296,8 @@ class DeviceStatsBuffer:
             self._fields[HeadField.ROWS_LOST] += count
         return index
 
-    def _remember(self, before: Any) -> DeviceRow:
-        """The last weight's row: the one `before` if it is of this stream."""
-        assert self._last is not None
-        buffer, position = self._last
+    def _remember(self, buffer: StreamBuffer, position: int, before: Any) -> DeviceRow:
+        """A weight's row: the one `before` if it is of this stream."""
         row: DeviceRow = before if _is_packed(before, buffer) else DeviceRow(buffer)
         buffer.remembered.append((position, [row]))
         return row
@@ -307,14 +324,21 @@ class DeviceStatsBuffer:
         with self._driver.use(buffer.key, buffer.stream):
             return self._driver.rows(fresh_rows(_CAPACITY, buffer.device))
 
-    def _next_value(self) -> int:
-        """Reserve the next value of the page. Returns its index."""
-        if self._unsent is not None:
-            without_modes(self._send, *self._unsent, is_end=True)
-        index = self._recorder.value(0, 0, PENDING)  # may end the previous segment
-        assert self._recorder.page is not None
-        self._queued_page = self._recorder.page.number
-        return index
+    def _next_value(self) -> tuple[int, int]:
+        """Reserve the next value of the page. Returns its index, and its position in the segment that is written."""
+        while True:
+            if self._unsent is not None:
+                without_modes(self._send, *self._unsent, is_end=True)
+            page = self._recorder.page
+            assert page is not None
+            self.takes = True
+            index, position, values_at = self._recorder.values(1, PENDING)  # may end the previous segment
+            # without a call from here on: from `takes` on, a handler that ends the segment leaves it to the next value
+            self.takes = False
+            if self._recorder.cursor[0] + layout.VALUES_AT == values_at and self._unsent is None:
+                self._queued_page = page.number
+                return index, position
+            # else a handler has ended the segment meanwhile: no row names this value
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -338,6 +362,15 @@ class DeviceStatsBuffer:
 
     def read_waiting(self) -> None:
         """Read the tensors that wait for a launch. Those of a stream that is being captured keep waiting."""
+        if self.is_busy:
+            return
+        self.is_busy = True
+        try:
+            self._read_all()
+        finally:
+            self.is_busy = False
+
+    def _read_all(self) -> None:
         self._held_bytes = 0
         first_error: BaseException | None = None
         for buffer in self._buffers.values():
@@ -393,6 +426,15 @@ class DeviceStatsBuffer:
 
         The current segment stays open. Rows that are read into it later are copied later.
         """
+        if self.is_busy:
+            return
+        self.is_busy = True
+        try:
+            self._flush()
+        finally:
+            self.is_busy = False
+
+    def _flush(self) -> None:
         self.passed.flush()
         if not self._queued or self._driver.is_capturing():
             return
@@ -417,21 +459,32 @@ class DeviceStatsBuffer:
         without_modes(self._copies.take_arrived, self._buffers.values())
 
     def _segment_ended(self, values_at: int, page: int) -> None:
-        if self._queued:
-            if self._driver.is_capturing():
-                # Nothing may be launched during a capture. Nothing is measured either, so the rows can stay in place.
-                if self._unsent is None:
-                    self._unsent = (values_at, page)
-                    self._copies.of_segment[values_at] += 1
-            else:
-                without_modes(self._send, *(self._unsent or (values_at, page)), is_end=True)
+        is_busy, takes, ended = self.is_busy, self.takes, self._unsent or (values_at, page)
+        if is_busy and not takes:
+            if page == self._queued_page:  # a handler has ended it while a row is read, which the next value sends
+                self._keep_unsent(values_at, page)
+        elif self._queued:
+            self.is_busy, self.takes = True, False
+            try:
+                if self._driver.is_capturing():
+                    # Nothing may be launched during a capture. Nothing is measured either, so the rows can stay.
+                    self._keep_unsent(values_at, page)
+                else:
+                    without_modes(self._send, *ended, is_end=True)
+            finally:
+                self.is_busy, self.takes = is_busy, takes
         if self._copies.of_segment:
             self._recorder.pass_over(self._is_busy)
+
+    def _keep_unsent(self, values_at: int, page: int) -> None:
+        if self._unsent is None:
+            self._unsent = (values_at, page)
+            self._copies.of_segment[values_at] += 1
 
     def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
         """Start the copies of all rows read so far, into the segment whose values begin at `values_at`."""
         self.passed.flush()
-        if self._unsent is not None:
+        if self._unsent == (values_at, page):
             self._unsent = None
             self._copies.segment_done(values_at)
         lost = not self._has_room(values_at)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...core.events import CaptureFile
 from ...core.guest.own_files import standard_streams_taken, write_whole
-from ...core.guest.threads import begin
+from ...core.guest.threads import AwaitedThread
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.text import size_text
 from ..record.names import inputs_of
@@ -73,16 +73,15 @@ class ForwardCapture:
             "default_dtype": torch.get_default_dtype(),
             "matmul_precision": torch.get_float32_matmul_precision(),
         }
-        thread = threading.Thread(target=self._write, args=(module, call), name="gpuwatch capture", daemon=True)
+        thread = AwaitedThread(partial(self._write, module, call), "gpuwatch capture")
         try:
-            begin(thread)
-            thread.join(limit_s * _SHARE)
+            thread.begin()
+            thread.ends_within(limit_s * _SHARE)
+        finally:  # also where a signal's handler has raised
             self._stop.set()
-            thread.join(limit_s * (1 - _SHARE))
-        except RuntimeError as error:
-            if from_outside(error):
-                raise
-            self.result = CaptureFile(refused=f"a thread to write it could not be started: {error}")
+            thread.ends_within(limit_s * (1 - _SHARE))
+        if thread.refused is not None:
+            self.result = CaptureFile(refused=f"a thread to write it could not be started: {thread.refused}")
         is_free = self._lock.acquire(timeout=_LOCK_S)  # else the disk hangs as the file gets its name
         self.result = self.result or CaptureFile(refused=f"writing it took longer than {limit_s * _SHARE:.3g} s")
         if is_free:

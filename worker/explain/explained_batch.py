@@ -229,6 +229,7 @@ class ExplainedBatch:
         self._notes_lines = False
         if threading.get_ident() == self._thread and _current_mode() is watch:  # else it stays, and does nothing
             watch.__exit__(None, None, None)
+            watch.forget()
             self._watch = None
 
     def _module_of(self, number: int) -> str | None:

@@ -6,15 +6,14 @@ import atexit
 import contextvars
 import random
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,11 +21,12 @@ from torch import nn
 from ...core.events import SECOND_RUN_S, BadOperation, OperandNumbers, operation_text
 from ...core.frames import Row, format_number
 from ...core.guest.tell import is_leaving
-from ...core.guest.threads import SECOND_RUN, begin
+from ...core.guest.threads import SECOND_RUN, AwaitedThread
 from ...core.roles import RoleKind
+from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
-from ..device.accelerator import Accelerator, GeneratorState, gpu_in_use
+from ..device.accelerator import GeneratorState, gpu_in_use
 from ..device.device import without_modes
 from ..record.names import inputs_of, outputs_of, unwrap, walk
 from .operation_watch import CodePlace, OperationWatch, SecondRunStopped
@@ -34,6 +34,7 @@ from .operation_watch import CodePlace, OperationWatch, SecondRunStopped
 _set_stance: Any = getattr(torch.compiler, "set_stance", None)
 """Since torch 2.6."""
 ContextMaker = Callable[[], AbstractContextManager[Any]]
+T = TypeVar("T")
 function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
 
 
@@ -71,20 +72,21 @@ class ForwardThread:
 
     def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
         """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
-        run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(self._forward, contexts), name=SECOND_RUN, daemon=True)
+        run, has_ended = contextvars.copy_context().run, True
+        thread = AwaitedThread(partial(run, self._forward, contexts), SECOND_RUN)
         try:
-            begin(thread)
-            thread.join(limit_s)
+            thread.begin()
+            has_ended = thread.ends_within(limit_s)
             why = f"took longer than {limit_s:g} s"
-        except BaseException:  # a signal's handler has raised: what the thread works with is about to be restored
-            why = "was interrupted"
-            self._watch.stopped = why
-            if thread.is_alive():  # else it has not begun: a thread that never ran cannot be joined
-                thread.join(limit_s)
+            if thread.refused is not None:
+                raise thread.refused
+        except BaseException:  # a signal's handler has raised: what the thread works with is about to be put back
+            why = self._watch.stopped = "was interrupted"
+            thread.give_up()
+            has_ended = thread.ends_within(limit_s)
             raise
         finally:
-            if thread.is_alive():
+            if not has_ended:
                 self._watch.stopped = self.why = f"a second run of the forward {why}"
                 atexit.register(_wait_for, thread)
 
@@ -113,6 +115,7 @@ class ForwardThread:
             why = f"a second run of the forward {what}"
         if hook is not None:
             hook.remove()
+        self._watch.forget()
         self.why = self.why or why
 
     def _handed(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -131,10 +134,10 @@ class ForwardThread:
         self.operation = origin.operation if self.reached and origin is not None else None
 
 
-def _wait_for(thread: threading.Thread) -> None:
+def _wait_for(thread: AwaitedThread) -> None:
     """As Python ends, it ends a daemon thread that asks for its lock. Inside of torch's C++ that aborts the process."""
     if not is_leaving():
-        thread.join(SECOND_RUN_S)
+        thread.ends_within(SECOND_RUN_S)
 
 
 # What torch and Python keep beside the tensors.
@@ -175,44 +178,70 @@ def random_numbers() -> RandomNumbers:
     return RandomNumbers(torch.get_rng_state(), gpu.random_state() if gpu is not None else None)
 
 
-def _forked_generators(gpu: Accelerator | None) -> AbstractContextManager[None]:
-    fork = torch.random.fork_rng
-    return fork([]) if gpu is None else fork([gpu.current()], device_type=gpu.type)
+class _KeptState:
+    """What a forward changes beside its result: random numbers, and the attributes and buffers of its modules."""
 
+    def __init__(self, module: nn.Module, watch: OperationWatch) -> None:
+        self._watch, self._gpu, self._numpy = watch, gpu_in_use(), sys.modules.get("numpy")
+        self._of_python = random.getstate()
+        self._of_numpy = self._numpy.random.get_state() if self._numpy is not None else None
+        self._of_cpu, self._of_gpu = torch.get_rng_state(), None
+        if self._gpu is not None:
+            self._device = self._gpu.current()
+            self._of_gpu = getattr(torch, self._gpu.type).get_rng_state(self._device)
+        holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
+        self._tables = [(table, dict(table)) for table in holders]
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        self._warnings = warnings.catch_warnings()
 
-@contextmanager
-def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None) -> Iterator[None]:
-    """Afterwards all is as before: random numbers, attributes and buffers of a module and of those in it.
-
-    Within it torch's generators begin at `start`.
-    """
-    gpu = gpu_in_use()
-    numpy = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
-    tables = [(table, dict(table)) for table in holders]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with _forked_generators(gpu), warnings.catch_warnings():
+    def begin(self, start: RandomNumbers | None) -> None:
+        """No warning is shown from now on. torch's generators begin at `start`."""
+        self._warnings.__enter__()
         warnings.simplefilter("ignore")
-        torch.backends.mha.set_fastpath_enabled(fast and not torch.is_grad_enabled())
+        torch.backends.mha.set_fastpath_enabled(self._fast and not torch.is_grad_enabled())
         if start is not None:
             torch.set_rng_state(start.cpu)
-            if start.gpu is not None and gpu is not None:
-                gpu.set_random_state(start.gpu)
+            if start.gpu is not None and self._gpu is not None:
+                self._gpu.set_random_state(start.gpu)
+
+    def put_back(self) -> None:
+        """May be called again where a signal's handler has raised within it."""
+        torch.backends.mha.set_fastpath_enabled(self._fast)
+        without_modes(self._watch.restore)
+        for table, before in self._tables:
+            for key in table.keys() - before.keys():
+                table.pop(key, None)
+            for key, value in before.items():  # one by one: the tables of a ScriptModule have no `update`
+                if key not in table or table[key] is not value:
+                    table[key] = value
+        torch.set_rng_state(self._of_cpu)
+        if self._gpu is not None:
+            getattr(torch, self._gpu.type).set_rng_state(self._of_gpu, self._device)
+        random.setstate(self._of_python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._of_numpy)
+        with suppress_own(RuntimeError, AttributeError):  # it was not begun, or only in part
+            self._warnings.__exit__(None, None, None)
+
+
+def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None, run: Callable[[], T]) -> T:
+    """Call `run`. Afterwards all is as before: random numbers, attributes and buffers of a module and of those in it.
+
+    Within it torch's generators begin at `start`. It is no context manager: a signal's handler could raise between its
+    parts, and then nothing would be put back.
+    """
+    kept = _KeptState(module, watch)
+    put_back = kept.put_back
+    try:
+        kept.begin(start)
+        result = run()
+    finally:
         try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            without_modes(watch.restore)
-            for table, before in tables:
-                for key in table.keys() - before.keys():
-                    del table[key]
-                for key, value in before.items():  # one by one: the tables of a ScriptModule have no `update`
-                    if key not in table or table[key] is not value:
-                        table[key] = value
-            random.setstate(of_python)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
+            put_back()
+        except BaseException:
+            put_back()
+            raise
+    return result
 
 
 # `gpuwatch.explain(module, x)`: which operation of this forward makes inf or nan, and which come close to it.
@@ -283,16 +312,21 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
         seen.append(SeenOperation(op, place, output, room))
 
     watch.on_output = note
-    operation, unknown = None, ""
-    with kept_as_it_is(run, watch, None), torch.no_grad(), (runs_eagerly() or nullcontext)():
-        try:
-            with watch:
-                result = run(*args, **kwargs)
-        except SecondRunStopped as stopped:
-            return ForwardExplanation(None, str(stopped), seen)
-        leaves = [leaf for _, leaf in outputs_of(result) if isinstance(leaf, torch.Tensor)]
-        found = [origin for origin, flags in map(watch.origin_of, leaves) if flags]
+
+    def call() -> ForwardExplanation:
+        operation, unknown = None, ""
+        with torch.no_grad(), (runs_eagerly() or nullcontext)():
+            try:
+                with watch:
+                    result = run(*args, **kwargs)
+            except SecondRunStopped as stopped:
+                return ForwardExplanation(None, str(stopped), seen)
+            leaves = [leaf for _, leaf in outputs_of(result) if isinstance(leaf, torch.Tensor)]
+            found = [origin for origin, flags in map(watch.origin_of, leaves) if flags]
+        watch.forget()
         if found:
             operation = next((origin.operation for origin in found if origin is not None), None)
             unknown = "" if operation is not None else "it was in what the module was handed or holds"
-    return ForwardExplanation(operation, unknown, seen)
+        return ForwardExplanation(operation, unknown, seen)
+
+    return kept_as_it_is(run, watch, None, call)

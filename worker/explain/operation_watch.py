@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +43,8 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "masked_fill_")
 """Operations that write in place and read nothing of what was there before."""
 _WHOLLY = ("copy_", "fill_", "zero_")
+_weak: Any = torch.UntypedStorage._weak_ref
+_free_weak: Any = torch.UntypedStorage._free_weak_ref
 _NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 _WITHOUT_FILE = ("<ipython", "<stdin>")
 """Names in brackets that stand for code of the user's. Others are generated code."""
@@ -76,8 +77,9 @@ class MadeValue:
 
 @dataclass(eq=False, slots=True)
 class _StorageRecord:
-    alive: StorageWeakRef
-    """Its address is given to no other storage while this lives."""
+    held: int
+    """A weak reference in C++: its address is given to no other storage until `forget` gives this back. torch's
+    StorageWeakRef does that in a `__del__`: what a signal's handler raises there is lost."""
     given: bool
     """It was there before the run."""
     unknown: bool
@@ -191,9 +193,10 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return None
         record = self._storages.get(key)
         if record is None or is_new:
-            storage = tensor.untyped_storage()
-            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # likewise
-            record = self._storages[key] = _StorageRecord(alive, not is_new, not is_new)
+            before = record
+            record = self._storages[key] = _StorageRecord(_weak(tensor.untyped_storage()), not is_new, not is_new)
+            if before is not None:
+                _free_weak(before.held)
         return record
 
     def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
@@ -341,6 +344,12 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Put back what the run has changed in place."""
         for flat, before in self._kept.values():
             flat.copy_(before)
+
+    def forget(self) -> None:
+        """Nobody asks for an origin from now on."""
+        storages, self._storages = self._storages, {}
+        for record in storages.values():
+            _free_weak(record.held)
 
     def has_changed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the run has changed one of these in place."""

@@ -9,10 +9,10 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -27,6 +27,7 @@ from ..record.names import CALL
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RootInfo, is_in_parts
 
+T = TypeVar("T")
 _this_thread = threading.get_ident
 _LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
 
@@ -207,28 +208,39 @@ class GlobalHooks:
                 fields[HeadField.GONE_PAGE] = fields[HeadField.PAGE]
             fields[HeadField.HOOKS_GONE] += 1
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Without our hooks on modules and optimizers, which come back at the places that they had among others'."""
+    def without_ours(self, run: Callable[[], T]) -> T:
+        """Call `run` without our hooks on modules and optimizers. Then these are back at their places among others'.
+
+        It is no context manager: a signal's handler could raise between its parts, and the hooks would stay away.
+        """
         ours = {handle.id for handle in self.handles}
         tables = [table for handle in self.handles if (table := handle.hooks_dict_ref()) is not None]
         before = [dict(table) for table in tables]
-        try:
-            for table in tables:
-                for each in ours & table.keys():
-                    del table[each]
-            yield
-        finally:
-            ours &= {handle.id for handle in self.handles}  # they may have been detached since
+
+        def put_back() -> None:
+            theirs = ours & {handle.id for handle in self.handles}  # they may have been detached since
             for table, earlier in zip(tables, before, strict=True):
                 # a dictionary has no insertion at a place: each is entered anew, the earlier ones first, then those
                 # added meanwhile. A signal's handler may raise after any call, so none lies between `del` and the entry
                 since = dict(table)
-                kept = {each: hook for each, hook in earlier.items() if each in ours or each in since}
+                kept = {each: hook for each, hook in earlier.items() if each in theirs or each in since}
                 for each, hook in {**kept, **since}.items():
                     if each in table:
                         del table[each]
                     table[each] = hook
+
+        try:
+            for table in tables:
+                for each in ours & table.keys():
+                    del table[each]
+            result = run()
+        finally:
+            try:
+                put_back()
+            except BaseException:
+                put_back()
+                raise
+        return result
 
     def detach(self) -> None:
         """Remove them."""
@@ -254,8 +266,7 @@ def patch_exports(hooks: GlobalHooks, patches: PatchLedger) -> None:
     def without_hooks(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def export(*args: Any, **kwargs: Any) -> Any:
-            with hooks.paused():
-                return call(*args, **kwargs)
+            return hooks.without_ours(partial(call, *args, **kwargs))
 
         return export
 

@@ -114,6 +114,7 @@ class CollectivePatches:
                 find_slot=self._groups.slot_of,
                 message_begun=self._groups.messages.begun,
                 message_received=self._groups.messages.waited_for,
+                message_taken_back=self._groups.messages.take_back,
                 passed=self._passed.note if self._passed is not None else None,
                 late=self._late.read if self._late is not None else None,
                 send_before=self._send_before,
@@ -191,11 +192,12 @@ class CollectivePatches:
             try:
                 result = before(self, *args, **kwargs)
             # also KeyboardInterrupt: a rank that left a collective no longer waits in it
-            except BaseException:
+            except BaseException as error:
                 with suppress_own(Exception):  # the error of the call is raised
-                    groups.leave_phase(place, GroupPhase.FAILED)
-                    if place.number > 0 and method.call == GroupCall.COLLECTIVE:
-                        groups.count_again(place, self)  # torch may have refused it
+                    if method.call in (GroupCall.WAIT, GroupCall.BLOCK):
+                        groups.leave_phase(place, GroupPhase.FAILED)
+                    else:
+                        groups.failed(place, self, method.call != GroupCall.BARRIER and not from_outside(error))
                 raise
             finally:
                 groups.threads_inside.discard(thread)
@@ -224,7 +226,7 @@ class CollectivePatches:
             if method.call == GroupCall.P2P:
                 peer = args[method.peer] if 0 <= method.peer < len(args) else -1
                 tag = args[method.tag] if 0 <= method.tag < len(args) else 0
-                place = groups.begin_p2p(group, code, tensor, peer, tag)
+                place = groups.begin_p2p(group, code, tensor, peer, tag, begun)
             else:
                 root = getattr(args[-1], "rootRank", -1) if method.is_rooted else -1
                 place = groups.begin(group, code, tensor, root, begun)

@@ -148,10 +148,10 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
 static void note_failure(GroupMethod *self, PyObject *object, const Place *place)
 {
     PyObject *type, *value, *trace;
+    const int waits = self->call == CALL_WAIT || self->call == CALL_BLOCK;
+    const int is_refused = self->call != CALL_BARRIER && is_own_error(); /* else a handler has raised in a group's own Python */
     PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised; none may be set while the note is made */
-    if (leave_phase(self->writer, place, GROUP_FAILED) < 0)
-        drop_error();
-    if (self->call == CALL_COLLECTIVE && count_again(self->writer, place, object) < 0) /* torch may have refused it */
+    if (waits ? leave_phase(self->writer, place, GROUP_FAILED) < 0 : failed(self->writer, place, object, is_refused) < 0)
         drop_error();
     PyErr_Restore(type, value, trace);
 }
@@ -163,9 +163,16 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
     Place place = {.outputs = NULL, .given_late = NULL};
     /* A fault takes the method away from its class, while it runs: with that CPython gives up function and GroupMethod. */
     Py_INCREF(self);
-    const int noted = begin(self, args, given, &place);
-    if (noted < 0)
+    int noted = begin(self, args, given, &place), is_ours = noted < 0 && is_own_error();
+    while (noted < 0 && !is_ours && place.number == 0) { /* a handler has raised before the operation was counted */
+        drop_error();
+        noted = begin(self, args, given, &place);
+        is_ours = noted < 0 && is_own_error();
+    }
+    if (noted < 0) {
         tell_fault(self->writer);
+        noted = is_ours ? noted : 1; /* it was counted: so its end is noted, too */
+    }
     /* The script's call is made, whatever has become of the note: the other ranks make it, too, and wait for this one. */
     calls_inside += noted > 0;
     PyObject *result = PyObject_Vectorcall(self->before, args, (size_t)given, names);
@@ -268,7 +275,7 @@ static PyObject *writer_remember(GroupWriter *self, PyObject *args)
         return NULL;
     if (slot < 0 || slot >= GROUPS)
         return wrong("no such slot");
-    Place place = {(int)slot, self->slots[slot].holders, number, message, 0, -1, {NOT_LOOKED, 0}, NULL, NULL};
+    Place place = {(int)slot, self->slots[slot].holders, number, message, 0, -1, {NOT_LOOKED, 0}, NULL, NULL, 0, 0};
     if (issued_work(self, &place, work) < 0)
         return NULL;
     Py_RETURN_NONE;

@@ -207,7 +207,7 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     recent[4] = 0;
     move(fields, number, GROUP_ISSUING, number, recent[3]);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL, NULL};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL, NULL, 0, 0};
     return 1;
 }
 
@@ -219,6 +219,7 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
         return found;
     int64_t *fields = new.fields;
     const int64_t unseen = new.counted - fields[G_COUNTED], number = -(fields[G_P2P] + 1);
+    const int64_t what = fields[G_P2P_WHAT], elements = fields[G_P2P_ELEMENTS];
     if (unseen > 0)
         fields[G_COUNTED] = new.counted;
     fields[G_P2P] = -number;
@@ -226,11 +227,15 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
     fields[G_P2P_ELEMENTS] = new.elements;
     move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number, now_ns());
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL, NULL};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL, NULL,
+                     what, elements};
     if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
         return 1;
-    PyObject *message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
-                                              (long long)tag);
+    PyObject *message;
+    /* if a signal's handler has raised in there, nothing was counted: and the call is made (see method_call) */
+    while ((message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
+                                            (long long)tag)) == NULL && !is_own_error())
+        drop_error();
     const int good = message != NULL && integer_from(message, &place->message);
     Py_XDECREF(message);
     return good ? 1 : -1;
@@ -341,6 +346,33 @@ int leave_phase(GroupWriter *self, const Place *place, int64_t phase)
     publish(&fields[G_STATE], phase == GROUP_ISSUED && fields[G_AFTER] != 0 ? fields[G_AFTER] : phase);
     PyBuffer_Release(&memory);
     return 1;
+}
+
+int failed(GroupWriter *self, const Place *place, PyObject *group, int is_refused)
+{
+    Py_buffer memory;
+    int64_t counted;
+    const int known = counted_by(self, group, &counted) == 0;
+    int64_t *fields = known ? borrow_place(self, place, &memory) : NULL;
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    const int is_message = is_refused && place->number < 0;
+    if (is_message) {
+        if (fields[G_P2P] == -place->number) {
+            fields[G_P2P_WHAT] = place->what;
+            fields[G_P2P_ELEMENTS] = place->elements;
+        }
+        fields[G_P2P]--;
+    } else if (is_refused && counted < fields[G_COUNTED])
+        fields[G_BEGUN]--;
+    fields[G_COUNTED] = counted;
+    publish(&fields[G_STATE], GROUP_FAILED);
+    PyBuffer_Release(&memory);
+    if (!is_message || self->message_taken_back == NULL)
+        return 1;
+    PyObject *done = PyObject_CallFunction(self->message_taken_back, "iL", place->slot, (long long)place->message);
+    Py_XDECREF(done);
+    return done != NULL ? 1 : -1;
 }
 
 void take_back(GroupWriter *self, const Place *place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import GROUP_BYTES, GROUPS_AT
@@ -47,6 +47,13 @@ def message_of(message: int) -> tuple[int, int, int]:
     return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
 
 
+class CountedMessage(Protocol):
+    """What is told that its message was counted."""
+
+    message: int
+    is_counted: bool
+
+
 @dataclass
 class _MessageBundle:
     messages: list[int] = field(default_factory=list)
@@ -57,7 +64,7 @@ class _MessageBundle:
 class GroupMessages:
     """The sends and receives of this rank. `slot` is a group's number in the table of groups.
 
-    worker/native/group_writer.c calls `begun` and `waited_for` as well.
+    worker/native/group_writer.c calls `begun`, `take_back` and `waited_for` as well.
     """
 
     def __init__(self) -> None:
@@ -94,19 +101,42 @@ class GroupMessages:
         )
         self._begun = {key: count for key, count in self._begun.items() if key[0] != slot}
 
-    def begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
-        """Count a message. Returns an integer for `message_of` and `waited_for`."""
+    def begun(self, slot: int, operation: int, peer: int, tag: int, place: CountedMessage | None = None) -> int:
+        """Count a message. Returns an integer for `message_of` and `waited_for`. If it raises, nothing was counted.
+
+        `place` gets the same in the moment in which the message is counted.
+        """
+        # without a call: a signal's handler may raise, or communicate, when one has returned
         is_sent, tag = operation == _SEND, tag & 0xF_FFFF
-        bundle = self._open.get(slot)
-        key = slot, peer, tag, is_sent
-        number = self._begun[key] = self._begun.get(key, 0) + 1
+        key, to = (slot, peer, tag, is_sent), (slot, peer)
+        number = self._begun[key] = (self._begun[key] if key in self._begun else 0) + 1  # noqa: SIM401  # `get` is a call
         if is_sent:
-            self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
+            self._sent[to] = (self._sent[to] if to in self._sent else 0) + 1  # noqa: SIM401  # likewise
         message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
-        if bundle is None:
-            return message
-        bundle.messages.append(message)  # the script cannot wait for it alone
-        return NO_MESSAGE
+        if slot in self._open:
+            self._open[slot].messages += [message]
+            message = NO_MESSAGE  # the script cannot wait for it alone
+        if place is not None:
+            place.message, place.is_counted = message, True
+        return message
+
+    def take_back(self, slot: int, message: int) -> None:
+        """A message that has begun is not issued: its peer does not count it either.
+
+        `message`: the result of `begun`; NO_MESSAGE: the last one of the bundle that is open.
+        """
+        if message == NO_MESSAGE:
+            bundle = self._open.get(slot)
+            if bundle is None or not bundle.messages:
+                return
+            message = bundle.messages.pop()
+        _, peer, tag = message_of(message)
+        is_sent = bool(message & 1)
+        key = slot, peer, tag, is_sent
+        if key in self._begun:  # else another group has the slot now
+            self._begun[key] -= 1
+        if is_sent and (slot, peer) in self._sent:
+            self._sent[slot, peer] -= 1
 
     def waited_for(self, slot: int, message: int) -> None:
         """Count received messages, after the script has waited for a message or a bundle."""

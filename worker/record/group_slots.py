@@ -62,6 +62,10 @@ class OperationPlace:
     """The result of LatePassed.read for the inputs."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
     """Those of its output tensors that can be read."""
+    before: tuple[int, int] = (0, 0)
+    """Of a message: what the slot had of the one before it (P2P_WHAT, P2P_ELEMENTS)."""
+    is_counted: bool = False
+    """Of a message: GroupMessages has counted it."""
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -227,14 +231,47 @@ class GroupTable:
 
     def take_back(self, place: OperationPlace) -> None:
         """A signal's handler has raised before the operation was issued: the other ranks do not count it either."""
+        fields, field = self._fields, place.slot.field
         if place.number > 0:
-            fields, field = self._fields, place.slot.field
             fields[field + _BEGUN] -= 1
             fields[field + _COUNTED] -= 1
-            fields[field + _STATE] = fields[field + _AFTER]
+        else:
+            self._take_back_message(place)
+        fields[field + _STATE] = fields[field + _AFTER]
 
-    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> OperationPlace | None:
-        """A send or a receive begins."""
+    def _take_back_message(self, place: OperationPlace) -> None:
+        fields, field = self._fields, place.slot.field
+        if fields[field + _P2P] == -place.number:
+            fields[field + _P2P + 1], fields[field + _P2P + 2] = place.before
+        fields[field + _P2P] -= 1
+        if place.is_counted:
+            self.messages.take_back(place.slot.number, place.message)
+
+    def failed(self, place: OperationPlace, group: Any, is_refused: bool) -> None:
+        """The call that begins an operation has raised. `is_refused`: the error is torch's, and no signal's handler's.
+
+        What torch has refused is not counted by the other ranks either. The group's own counter tells of a collective;
+        it tells nothing of a message, as not every backend counts those.
+        """
+        self.leave_phase(place, GroupPhase.FAILED)
+        fields, field = self._fields, place.slot.field
+        if is_refused and place.number < 0:
+            self._take_back_message(place)
+        counted = group._get_sequence_number_for_group()
+        if is_refused and place.number > 0 and counted < fields[field + _COUNTED]:
+            fields[field + _BEGUN] -= 1
+        fields[field + _COUNTED] = counted
+
+    def begin_p2p(
+        self,
+        group: Any,
+        operation: int,
+        tensor: Any,
+        peer: int,
+        tag: int = 0,
+        begun: list[OperationPlace | None] | None = None,
+    ) -> OperationPlace | None:
+        """A send or a receive begins. `begun`: see `begin`."""
         slot = self.slot_of(group)
         if slot is None:
             return None
@@ -242,13 +279,18 @@ class GroupTable:
         fields, field = self._fields, slot.field
         dtype, elements = described(tensor)
         what, now = _what_of(operation, dtype, peer), _now()
+        begun = [None] if begun is None else begun
+        place = OperationPlace(slot, 0, operation=operation)
         number = fields[field + _P2P] + 1  # without a call from here on
+        place.number, place.before = -number, (fields[field + _P2P + 1], fields[field + _P2P + 2])
         fields[field + _P2P] = number
         fields[field + _P2P + 1], fields[field + _P2P + 2] = what, elements
         fields[field + _AT] = -number
         fields[field + _SINCE] = now
         fields[field + _STATE] = _ISSUING
-        return OperationPlace(slot, -number, self.messages.begun(slot.number, operation, peer, tag), operation)
+        begun[-1] = place
+        self.messages.begun(slot.number, operation, peer, tag, place)
+        return place
 
     def waits_for(self, work: Any) -> OperationPlace | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import _thread
-import sys
 import threading
-import time
 
 import pytest
 from gpuwatch.core.guest import threads
-from gpuwatch.core.guest.threads import OneThread, begin, start_thread
+from gpuwatch.core.guest.threads import AwaitedThread, OneThread, start_thread
 
 
 def refuse(*_: object) -> None:
@@ -57,21 +55,31 @@ def test_without_a_thread_it_is_done_by_whoever_asks(monkeypatch):
     one.close()
 
 
-def test_what_a_handler_raises_as_a_thread_begins_is_raised():
-    """Thread.start raises KeyError there, as a profiler's function shows that raises where a handler would."""
-    thread = threading.Thread(target=lambda: None)
+def test_an_awaited_thread_ends_in_time_or_not():
+    go, ran = threading.Event(), []
+    thread = AwaitedThread(lambda: ran.append(go.wait()), "helper")
+    assert thread.ends_within(0)  # it was not begun
+    thread.begin()
+    assert not thread.ends_within(0)
+    go.set()
+    assert thread.ends_within(60)
+    assert ran == [True]
+    assert thread.refused is None
 
-    def handler(frame, event, function):
-        if event == "c_return" and "start" in function.__name__:
-            sys.setprofile(None)
-            while thread in threading._limbo:
-                time.sleep(0)
-            raise TimeoutError("told to stop")
 
-    sys.setprofile(handler)
-    try:
-        with pytest.raises(TimeoutError, match="told to stop"):
-            begin(thread)
-    finally:
-        sys.setprofile(None)
-    thread.join()
+def test_an_awaited_thread_that_is_given_up_before_it_begins_does_nothing():
+    thread = AwaitedThread(lambda: pytest.fail("it ran"), "helper")
+    thread.give_up()
+    thread.begin()
+    assert thread.ends_within(60)
+
+
+@pytest.mark.parametrize("where", ["_thread", "threading"])
+def test_a_limit_on_threads_ends_an_awaited_thread(monkeypatch, where):
+    """The first of the two threads that it takes, or the second one."""
+    name = "_start_new_thread" if where == "threading" else "start_new_thread"
+    monkeypatch.setattr(_thread if where == "_thread" else threading, name, refuse)
+    thread = AwaitedThread(lambda: pytest.fail("it ran"), "helper")
+    thread.begin()
+    assert thread.ends_within(60)
+    assert str(thread.refused) == "can't start new thread"

@@ -56,8 +56,12 @@ class Preempted(Exception):
 
 KINDS: list[Callable[[], BaseException]] = [Preempted, KeyboardInterrupt, lambda: SystemExit(3), TimeoutError]
 KINDS += [lambda: RuntimeError("told to stop")]  # as torch's own errors
+draws = random.Random(options.seed)
+"""Others than those of the script that is interrupted."""
 raised: list[BaseException] = []
 armed = False
+left_changed: list[tuple[str, list[str]]] = []
+"""(what a second run did not put back, the names of the frames that were interrupted)"""
 
 
 def handler(number: int, frame: Any) -> None:
@@ -66,7 +70,7 @@ def handler(number: int, frame: Any) -> None:
         armed = False
         if options.saves:
             save(places)
-        raised.append(random.choice(KINDS)())
+        raised.append(draws.choice(KINDS)())
         raise raised[-1]
 
 
@@ -79,8 +83,27 @@ def save(places: Places) -> None:
 
 
 class Overflows(nn.Module):
+    """One sample overflows, and stands out: the forward runs again, with another sample in its place, and as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+        self.last: torch.Tensor | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * 1e30) * 1e30
+        self.calls.add_(1)
+        self.last = x
+        return (x * 1e20 + torch.rand(1) + random.random()) * 1e15
+
+    def state(self) -> dict[str, Any]:
+        """What a forward changes, and a second run must not."""
+        return {
+            "buffer": int(self.calls),
+            "attribute": id(self.last),
+            "torch's random numbers": torch.get_rng_state().tolist(),
+            "Python's random numbers": random.getstate(),
+            "hooks": [*self._forward_hooks, *self._forward_pre_hooks],
+        }
 
 
 class Places:
@@ -113,22 +136,37 @@ class Places:
     def compiled_step(self) -> None:
         self.loss(self.compiled).backward()
 
-    def new_watch(self) -> tuple[nn.Module, Any]:
+    def new_watch(self) -> tuple[nn.Module, Any, torch.Tensor, list[dict[str, Any]]]:
         gc.collect()  # the last watch ends now: Python drops what is raised in callbacks of weak references
-        model = nn.Sequential(nn.Identity(), Overflows())
-        return model, gpuwatch.watch(model) if not options.plain else None
+        model, other, x = nn.Sequential(nn.Identity(), Overflows()), Overflows(), torch.ones(8, 8)
+        x[2] = 1e10
+        before = model[1].state()
+        states = [before]
+        for _ in range(2):
+            other(x)
+            states.append(other.state())
+        torch.set_rng_state(torch.tensor(before["torch's random numbers"], dtype=torch.uint8))
+        random.setstate(before["Python's random numbers"])
+        return model, gpuwatch.watch(model) if not options.plain else None, x, states
 
-    def second_run(self, made: tuple[nn.Module, Any]) -> float:
+    def second_run(self, made: tuple[nn.Module, Any, torch.Tensor, list[dict[str, Any]]]) -> float:
         """Returns how long the part took that a signal may interrupt."""
         global armed
-        model, watch = made
+        model, watch, x, states = made
         began = time.perf_counter()
         try:
             with suppress(gpuwatch.OverflowDetected):
-                model(torch.ones(64))
+                model(x)
+                if options.late and watch is not None:
+                    watch.verdict()  # the numbers arrive: the next forward begins with the alarm of this one
+                    model(x)
             return time.perf_counter() - began
         finally:
             armed = False  # a watch that is interrupted as it is removed stays
+            for what, now in model[1].state().items():
+                if now not in [state[what] for state in states]:
+                    trace = traceback.extract_tb(sys.exc_info()[2])
+                    left_changed.append((what, [f"{each.name}:{each.lineno}" for each in trace]))
             if watch is not None:
                 watch.remove()
 
@@ -164,17 +202,24 @@ def call(prepare: Callable[[], Any], interrupted: Callable[..., Any], after_s: f
 def main(places: Places) -> dict[str, Any]:
     global armed
     told: dict[str, Any] = {"caught": {}, "lost": {}, "in gpuwatch": 0, "ended in gpuwatch": 0}
-    told |= {"elsewhere": [], "without gradients": [], "ended in": []}
+    told |= {
+        "in a second run": 0,
+        "elsewhere": [],
+        "without gradients": [],
+        "ended in": [],
+        "left changed": left_changed,
+    }
     for place in options.places:
         for _ in range(3):
             took_s = call(*places.of(place), None)
             places.optimizer.zero_grad()
         caught = 0
         raised.clear()
-        for _ in range(options.signals):
+        while len(raised) < options.signals:
             try:
                 before = len(raised)
-                call(*places.of(place), random.random() * took_s)
+                own_s = call(*places.of(place), draws.random() * took_s)
+                took_s = own_s if len(raised) == before else took_s  # it ended before its signal
                 if len(raised) > before:
                     frames = traceback.extract_tb(raised[-1].__traceback__)
                     told["ended in"].append([frame.name for frame in frames])
@@ -188,6 +233,7 @@ def main(places: Places) -> dict[str, Any]:
                 if names[:2] != ["main", "call"] or names[-1] != "handler":
                     told["elsewhere"].append(names)
                 told["in gpuwatch"] += is_ours(frames[-2])
+                told["in a second run"] += any(frame.name == "_look_into" for frame in frames)
                 if not torch.is_grad_enabled():
                     if is_ours(frames[-2]):  # torch's own `no_grad` can be interrupted, too
                         told["without gradients"].append(names)
@@ -213,6 +259,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, handler)
     places = Places()
+    gc.freeze()  # what was imported is not looked at again
     if options.plain or options.places == ["second run"]:  # that has watches of its own
         found = main(places)
     else:

@@ -421,6 +421,53 @@ show("after")
 
 
 @pytest.mark.slow
+@BOTH
+@pytest.mark.quick(1)
+def test_what_torch_refuses_is_not_counted(both):
+    """The other ranks do not count it either: a number that is one ahead would name a wrong operation in a hang."""
+    shown = both(
+        """
+import pytest
+group = dist.group.WORLD
+dist.all_reduce(x)
+if rank == 0:
+    dist.send(x, 1)
+    for tensors, tag in (([x, x], 0), ([torch.ones(4, 4).t()], 0), ([x], -1), ([], 0)):
+        with pytest.raises(RuntimeError):
+            group.send(tensors, 1, tag)
+    with pytest.raises(RuntimeError):
+        group.recv([x, x], 1, 0)
+    with pytest.raises(RuntimeError):
+        group.recv_anysource([x, x], 0)
+    with pytest.raises(RuntimeError):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(4, 4).t(), 1)])
+    with pytest.raises(RuntimeError):
+        group.allreduce([x, x.double()])
+    show("refused")
+    dist.send(x, 1)
+else:
+    dist.recv(x, 0)
+    dist.recv(x, 0)
+dist.all_reduce(x)
+show("end")
+shown["sent"] = table.messages_by_peer()[0]
+shown["messages"] = [each for each in sorted(table.messages._begun.items()) if each[1]]
+shown["counted"] = table.count_of(group)
+"""
+    )
+    (refused,) = shown[0]["refused"]
+    assert [each["number"] for each in refused["recent"]] == [-1, 1, 2]  # the last one is that which was refused
+    assert (refused["begun"], refused["phase"]) == (1, "failed")
+    for one in shown:
+        (end,) = one["end"]
+        assert (end["begun"], one["counted"]) == (2, 2)
+        assert [each["number"] for each in end["recent"]] == [-2, 1, 2]
+        assert end["recent"][0]["elements"] == 4
+    assert list(shown[0]["sent"].values()) == [{"1": 2}]
+    assert shown[0]["messages"] == [[[0, 1, 0, True], 2]]
+
+
+@pytest.mark.slow
 def test_the_compiled_method_looks_like_the_one_that_it_replaces(both):
     """Its name and its help are torch's. It notes tensors of any kind, and keeps none of them or of their works."""
     shown = both(

@@ -470,6 +470,7 @@ class Noted:
             "find_slot": lambda group: None,
             "message_begun": lambda *arguments: 5,
             "message_received": lambda *arguments: None,
+            "message_taken_back": lambda *arguments: None,
             "passed": lambda *arguments: None,
             "late": None,
             "send_before": None,

@@ -39,6 +39,11 @@ static int set_integer(PyObject *object, PyObject *name, int64_t number)
     return good;
 }
 
+static int set_truth(PyObject *object, PyObject *name, PyObject *truth)
+{
+    return PyObject_SetAttr(object, name, truth) == 0;
+}
+
 /* The integer that a method of no argument, or of one, returns; 0 with an exception set. */
 static int asked_integer(PyObject *object, PyObject *method, PyObject *argument, int64_t *number)
 {
@@ -214,13 +219,11 @@ static int note_page(PyObject *device_rows, int64_t number)
     return good;
 }
 
-static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked, const Frame *frame, int count,
-                         PyObject **rows)
+static int64_t read_while_busy(FrameWriter *self, Reading *reading, const Asked *asked, const Frame *frame, int count,
+                               PyObject **rows)
 {
     int64_t index;
     const Row *row = asked->rows[0];
-    if (!follow_collectives(self->device_rows, reading, frame->seq))
-        return HAS_FAILED;
     const int open = is_open(reading, &row->view.dl);
     if (open <= 0)
         return open < 0 ? HAS_FAILED : ASK_PYTHON;
@@ -229,13 +232,32 @@ static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked
     if (!are_packed(reading, asked))
         return ASK_PYTHON;
     /* From here on it cannot be undone: the values are in the file, and pending. So all that can be refused was asked before. */
+    if (!set_truth(reading->buffer, s_takes, Py_True))
+        return HAS_FAILED;
     const int64_t position = take_values(self, frame, asked->used, &index);
-    if (position < 0)
+    if (position < 0 || !set_truth(reading->buffer, s_takes, Py_False))
         return HAS_FAILED;
     const int good = enter(reading, frame, position, asked->used) &&
                      read_all(self, reading, asked, frame, position, count, rows) &&
                      note_page(self->device_rows, frame->page);
     return good ? index : HAS_FAILED;
+}
+
+/* A signal's handler that comes where Python is called reads and sends nothing: see device_buffer.py. */
+static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked, const Frame *frame, int count,
+                         PyObject **rows)
+{
+    if (truth_of(reading->buffer, s_is_busy) != 0) /* this is one: Python counts what it does not read */
+        return PyErr_Occurred() ? HAS_FAILED : ASK_PYTHON;
+    if (!follow_collectives(self->device_rows, reading, frame->seq) || !set_truth(reading->buffer, s_is_busy, Py_True))
+        return HAS_FAILED;
+    const int64_t index = read_while_busy(self, reading, asked, frame, count, rows);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace); /* no function of CPython may be called while an exception is set */
+    if (!set_truth(reading->buffer, s_takes, Py_False) || !set_truth(reading->buffer, s_is_busy, Py_False))
+        drop_error();
+    PyErr_Restore(type, error, trace);
+    return index;
 }
 
 int64_t start_reads(FrameWriter *self, const Asked *asked, const Frame *frame, int count, PyObject **rows)

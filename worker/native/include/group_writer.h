@@ -13,14 +13,14 @@
 /* memory: the recorder's map. tensor, parameter, group: torch's classes. counter: the group's method that returns its own
    sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
    known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer, tag) -> message.
-   message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
+   message_received(slot, message). message_taken_back(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
    the tensors are not finite; high and dtype describe the inputs. None: no tensor is read. late(slot, number, operation,
    root, message, when, given, tensors): reads tensors that cannot be read here, and returns the `given` of the call that
    reads the outputs: see worker/record/passed.py. send_before(): an operation begins; None: nobody is told.
    on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
-    DO(message_begun) DO(message_received) DO(passed) DO(late) DO(send_before) DO(on_fault)
+    DO(message_begun) DO(message_received) DO(message_taken_back) DO(passed) DO(late) DO(send_before) DO(on_fault)
 
 /* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
 typedef struct {
@@ -45,6 +45,7 @@ typedef struct {
     Look given;
     PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not read. Owned */
     PyObject *given_late; /* what `late` returned for the inputs; NULL. Owned */
+    int64_t what, elements; /* of a message: what its slot had of the one before it */
 } Place;
 
 /* Let go of what a place owns. */
@@ -78,6 +79,8 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work);
 int ended(GroupWriter *self, const Place *place, int on_host);
 int leave_phase(GroupWriter *self, const Place *place, int64_t phase);
 int count_again(GroupWriter *self, const Place *place, PyObject *group);
+/* The call that begins an operation has raised: torch's error (is_refused), or a signal's handler's. */
+int failed(GroupWriter *self, const Place *place, PyObject *group, int is_refused);
 /* A collective that has begun is not issued. An exception may be set. */
 void take_back(GroupWriter *self, const Place *place);
 

@@ -18,7 +18,7 @@
     DO(input_tensors) DO(output_tensors) DO(waits) DO(acquire) DO(release) DO(dtype) DO(get_device) DO(two) DO(_post_accumulate_grad_hooks) \
     DO(device_buffer) DO(late_pages) DO(_recorder) DO(_seq) DO(_send_after_collectives) DO(_unsent) DO(dlpack_type)   \
     DO(_driver) DO(is_capturing) DO(raw_stream) DO(current_device) DO(_buffers) DO(_buffer) DO(device) DO(rows)       \
-    DO(positions) DO(_queued) DO(_queued_page) DO(_together) DO(_may_wait) DO(reads) DO(buffer) DO(place)               \
+    DO(is_busy) DO(takes) DO(positions) DO(_queued) DO(_queued_page) DO(_together) DO(_may_wait) DO(reads) DO(buffer) DO(place)               \
     DO(weights) DO(remembered) DO(waiting) DO(held) DO(hold) DO(read_rest) DO(keep)            \
     DO(groups) DO(table) DO(silent) DO(messages) DO(received) DO(_pg_map)
 #define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
