@@ -70,7 +70,17 @@ def test_a_name_stands_once_and_its_releases_were_tried():
 
 OF_OTHERS = {"argparse", "sys", "atexit", "runpy", "parser", "group", "GroupPhase", "RankPhase"}
 """Whose private names these are: Python's, and an enum's."""
-OF_PYTHON = {"_replace", "_fields", "_asdict", "_config", "_parser", "_names", "_option_string_actions", "_is_owned"}
+OF_PYTHON = {
+    "_replace",
+    "_fields",
+    "_print_message",
+    "_asdict",
+    "_config",
+    "_parser",
+    "_names",
+    "_option_string_actions",
+    "_is_owned",
+}
 FALLBACKS = {
     "_C",
     "_functorch",

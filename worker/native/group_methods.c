@@ -164,14 +164,15 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
     /* A fault takes the method away from its class, while it runs: with that CPython gives up function and GroupMethod. */
     Py_INCREF(self);
     int noted = begin(self, args, given, &place), is_ours = noted < 0 && is_own_error();
-    while (noted < 0 && !is_ours && place.number == 0) { /* a handler has raised before the operation was counted */
+    /* a handler has raised before the operation was counted */
+    for (int again = 0; again < MOST_INTERRUPTED && noted < 0 && !is_ours && place.number == 0; again++) {
         drop_error();
         noted = begin(self, args, given, &place);
         is_ours = noted < 0 && is_own_error();
     }
     if (noted < 0) {
         tell_fault(self->writer);
-        noted = is_ours ? noted : 1; /* it was counted: so its end is noted, too */
+        noted = is_ours || place.number == 0 ? noted : 1; /* it was counted: so its end is noted, too */
     }
     /* The script's call is made, whatever has become of the note: the other ranks make it, too, and wait for this one. */
     calls_inside += noted > 0;

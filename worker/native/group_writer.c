@@ -231,11 +231,15 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
                      what, elements};
     if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
         return 1;
-    PyObject *message;
+    PyObject *message = NULL;
     /* if a signal's handler has raised in there, nothing was counted: and the call is made (see method_call) */
-    while ((message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
-                                            (long long)tag)) == NULL && !is_own_error())
+    for (int again = 0; again <= MOST_INTERRUPTED && message == NULL; again++) {
+        if (again && is_own_error())
+            break;
         drop_error();
+        message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
+                                        (long long)tag);
+    }
     const int good = message != NULL && integer_from(message, &place->message);
     Py_XDECREF(message);
     return good ? 1 : -1;

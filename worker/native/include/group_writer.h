@@ -48,6 +48,9 @@ typedef struct {
     int64_t what, elements; /* of a message: what its slot had of the one before it */
 } Place;
 
+/* How often a note is begun anew that a signal's handler has interrupted: without memory it would fail for ever. */
+#define MOST_INTERRUPTED 16
+
 /* Let go of what a place owns. */
 void clear_place(Place *place);
 
