@@ -37,9 +37,17 @@ def is_of_no_module(first: LocalDiagnosis) -> bool:
 
 
 def sentence(
-    first: LocalDiagnosis, host: str, concurrent: list[LocalDiagnosis], odd: OddWeight | None, ranks: int
+    first: LocalDiagnosis,
+    host: str,
+    concurrent: list[LocalDiagnosis],
+    odd: OddWeight | None,
+    ranks: int,
+    variable: str = "",
 ) -> str:
-    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all."""
+    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all.
+
+    `variable`: the script's, in which a loss was bad first: a clause.
+    """
     alike = [other.rank for other in concurrent if is_alike(first, other)]
     others = [other.rank for other in concurrent if other.rank not in alike]
     who, verb = one_on(first.rank, host), "overflowed" if concurrent else "overflowed first"
@@ -48,6 +56,8 @@ def sentence(
         are_all = len(alike) + 1 == ranks and all(map(is_rank, [first.rank, *alike]))
         who = f"All {ranks} ranks" if are_all else ranks_text([first.rank, *alike]).capitalize()
     text = _what(first, who, verb, odd, plural=bool(alike))
+    if variable:
+        text += f"; {variable}"
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
     if first.mask:
@@ -95,6 +105,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.phase == FramePhase.INPUT:
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
+    if first.phase == FramePhase.LOSS:
+        return f"{lead}{first.value} in the loss, after the forward of {batch}"
     if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
     if first.phase == FramePhase.OPTIMIZER:
@@ -362,6 +374,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
             before = "Look at what this rank receives, and at what it calls before that model."
             return f"{before} If that is finite, look at its data loader."
         return "Look at the data loader of this rank, or at the code that makes the model's inputs."
+    if first.phase == FramePhase.LOSS:
+        return "Look at the code of the script that computes the loss from what the model returns."
     if first.phase == FramePhase.BACKWARD:
         return _step_for_backward(first)
     if first.phase == FramePhase.OPTIMIZER:
