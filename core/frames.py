@@ -45,8 +45,8 @@ class FramePhase(WordEnum):
 
 PHASES = tuple(FramePhase)
 """By number."""
-LOSS_MODULE, LOSS_CLASS = "loss", "backward"
-"""The name and class of a frame of `FramePhase.LOSS`, which is about no module."""
+LOSS_MODULE, LOSS_CLASS = "(loss)", "backward"
+"""The name and class of a frame of `FramePhase.LOSS`. No module has such a name."""
 
 
 class RowMark(IntFlag):

@@ -36,6 +36,8 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
         return of_growth(clues) or cause_of_backward(clues.facts, first)
+    if first.phase == FramePhase.LOSS and clues.operation is not None and domain:
+        return of_domain(clues, clues.operation, domain)
     if first.phase == FramePhase.LOSS:
         return of_growth(clues) or cause_of_loss(clues.facts, first)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):

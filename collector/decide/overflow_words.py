@@ -210,6 +210,8 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
     if ran is None or ran.operation is None:
         return None
     name = ran.operation.module
+    if first.phase == FramePhase.LOSS:
+        return ran.operation if not name else None
     inside = not first.module or name == first.module or name.startswith(f"{first.module}.")
     listed = name in (*first.own_code, *first.suspects)
     return ran.operation if inside or listed or first.mask or first.turned else None
@@ -221,7 +223,7 @@ def explain_command(
     """The step that finds the line of a backward, or of a forward that could not run again, or what each rank has put
     into a sum: the run's own command with --explain. [] if that is of no use."""
     words = next((hello.command for hello in facts.hellos), [])
-    is_backward = first.phase == FramePhase.BACKWARD
+    is_backward = first.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
     launched, in_python = words[:2] == ["gpuwatch", "launch"], words[:1] == ["gpuwatch.watch"]
     if not (launched or in_python) or ((ran is None) is not is_backward and not of_sum):
         return []
@@ -234,7 +236,9 @@ def explain_command(
         at = rest.index(option) if option in rest[:-1] else len(rest)
         rest = [*rest[:at], *rest[at + 2 :]]
     command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
-    what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
+    what = "the operation and its line"
+    if first.phase == FramePhase.BACKWARD:
+        what = "the line of the forward whose backward made it"
     if of_sum:
         what = "each rank's own number at the first bad element"
     again = f"with that batch watched: {command}" if launched else f"with --explain {first.batch}."

@@ -130,7 +130,7 @@ class LocalDiagnosis:
         text = f"{self.value} in {role} of {module_text(module, cls)}"
         if self.source == "outside":
             return f"{text}, from outside the model"
-        code = "backward" if self.seen_in == "backward" else "own code"
+        code = "backward" if self.seen_in == FramePhase.BACKWARD else "own code"
         return f"{text}, {'made' if self.source == 'made' else 'passed on'} in {self.place}'s {code}"
 
     @property

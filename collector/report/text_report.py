@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.events import CaptureFile
-from ...core.frames import module_text
+from ...core.frames import FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.text import ranks_text, size_text
 from ...core.verdicts import ReportSection, VerdictKind
@@ -159,6 +159,8 @@ def first_text(first: RankAnomaly | None) -> str:
     if first is None:
         return "-"
     at = first.seen_in
+    if first.phase == FramePhase.LOSS:
+        return f"batch {first.batch}: {first.value}, the loss"
     module, cls, role = (at.module, at.cls, at.role) if at is not None else (first.module, first.cls, first.role)
     return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
 

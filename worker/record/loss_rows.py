@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ...core.frames import LOSS_CLASS, LOSS_MODULE, FramePhase
 from ...core.recorder.writer import OpenPage
 from .autograd_graph import AutogradGraph

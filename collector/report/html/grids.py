@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+from ....core.frames import LOSS_MODULE
 from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.verdicts import VerdictKind
@@ -159,7 +160,7 @@ def _from_history(report: RunReport, found: ModulesByRanks) -> HeatMap:
     columns = order[:_MOST_RANKS]
     rows = []
     for n, module in enumerate(found.modules):
-        title = f"{module.module or '(root)'} {module.cls}"
+        title = f"{module.module or '(root)'} {module.cls}" if module.module != LOSS_MODULE else module.module
         cells = [_cell(found.abs_max[at][n], module.dtype) for at, _ in columns]
         rows.append(SideBySideRow(title, module.module, cells))
     return HeatMap(

@@ -43,7 +43,7 @@ def test_the_loss_is_a_frame_between_the_forward_and_the_gradients(watch):
     loss = net()(X).square().mean()
     loss.backward()
     (frame,) = watched.frames("loss")
-    assert (frame.title, frame.depth, frame.parent) == ("loss backward", 0, None)
+    assert (frame.title, frame.depth, frame.parent) == ("(loss) backward", 0, None)
     assert [(row.role, row.abs_max, row.dtype, row.shape) for row in frame.rows] == [
         ("output", loss.item(), "float32", [])
     ]
@@ -67,7 +67,7 @@ def test_a_term_without_a_gradient_is_an_alarm_though_all_gradients_are_finite(w
     model.zero_grad()
     (model(X).mean() + term()).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert alarms(watched) == [("loss", "loss", value, 1)]
+    assert alarms(watched) == [("loss", "(loss)", value, 1)]
 
 
 def test_what_a_module_returned_comes_first(watch):
@@ -80,12 +80,12 @@ def test_what_a_module_returned_comes_first(watch):
 def test_the_loss_comes_before_its_gradients(watch):
     watched = watch()
     (net()(X).sum() * math.inf).backward()
-    assert [alarm[:2] for alarm in alarms(watched)] == [("loss", "loss")]
+    assert [alarm[:2] for alarm in alarms(watched)] == [("loss", "(loss)")]
     assert any(not row.finite for frame in watched.frames("backward") for row in frame.rows)
 
 
 def test_a_rule_waives_it(watch):
-    watched = watch(ignore=["loss"])
+    watched = watch(ignore=["(loss)"])
     (net()(X).sum() + torch.log(ZERO)).backward()
     assert alarms(watched) == []
 
@@ -150,7 +150,7 @@ def test_several_tensors_of_one_backward(watch):
     torch.autograd.backward([out.sum(), out.mean() + torch.log(ZERO)])
     (frame,) = watched.frames("loss")
     assert [(row.role, row.finite) for row in frame.rows] == [("output[0]", True), ("output[1]", False)]
-    assert alarms(watched) == [("loss", "loss", "-inf", 0)]
+    assert alarms(watched) == [("loss", "(loss)", "-inf", 0)]
 
 
 def test_a_tensor_of_several_elements_is_none(watch):
@@ -213,7 +213,7 @@ def test_compiled_code(watch):
     model(X).sum().backward()
     (model(X).sum() + torch.log(ZERO)).backward()
     assert len(losses(watched)) == 2
-    assert alarms(watched) == [("loss", "loss", "-inf", 1)]
+    assert alarms(watched) == [("loss", "(loss)", "-inf", 1)]
 
 
 # -- a GradScaler's -----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_a_scaled_loss_of_float16_may_overflow_alone(watch):
 def test_a_scaled_loss_that_no_scale_made_bad(watch):
     watched = watch()
     train(lambda out: out.sum() + torch.log(ZERO), steps=2)
-    assert alarms(watched) == [("loss", "loss", "-inf", 0), ("loss", "loss", "-inf", 1)]
+    assert alarms(watched) == [("loss", "(loss)", "-inf", 0), ("loss", "(loss)", "-inf", 1)]
 
 
 # -- harmless -----------------------------------------------------------------------------------------------------
