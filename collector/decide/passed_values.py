@@ -226,9 +226,9 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
         issued = f"{now - max(last, 0)} collectives, sends or receives between {when} and that call"
         notes.append(f"rank {found.rank} issued {issued}: one can have brought it from another rank")
-    if frame.phase == FramePhase.LOSS:
-        notes += _of_other_roots(facts, page)
-    elif others := sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)}):
+    of_loss = frame.phase == FramePhase.LOSS  # what any model returned to it was finite
+    others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
+    if others and not of_loss:
         made = "the value can have been made from what it returned"
         notes.append(f"{', '.join(others)} was called in between, too: {made}")
     if not notes:
@@ -237,17 +237,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     unchecked = counts.passed_unseen and any(found.received.values())  # messages
     if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
-    passed = now > max(last, 0) or frame.phase != FramePhase.LOSS
-    return replace(found, sure=False, passed=passed, notes=(*found.notes, *notes))
-
-
-def _of_other_roots(facts: RunFacts, page: KeptPage) -> list[str]:
-    """A loss may use what another model of the step has, in another way than by returning it: that was finite."""
-    pages = facts.one(page.attempt, page.rank).pages.of_step(page.step)
-    others = sorted({f"`{other.root}`" for other in pages if other.root != page.root})
-    if not others:
-        return []
-    return [f"{', '.join(others)} was called in that step, too: the loss can have used what no call of it returned"]
+    return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
 
 
 def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:

@@ -126,10 +126,12 @@ class SecondLook:
 
     def _of_loss(self, bad: NonFiniteRow) -> LookedAgain:
         """The script's variables, and what the loss may have used that no frame shows."""
-        losses, root = self._losses_of(bad), self._roots.infos[bad.page.root].ref()
+        losses = self._losses_of(bad)
         values = [numbers_of(loss)[0] for loss in losses]
         graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
         shown = shown_in(self._own.frames(bad.page))
+        called = [info for info in self._roots.infos if info.page is not None and info.page.step == bad.page.step]
+        held = (each for info in called if (root := info.ref()) is not None for each in _held(root))
         return LookedAgain(
             optimizer=self._steps.last(),
             same_step=self._progress.step == bad.page.step,
@@ -137,8 +139,8 @@ class SecondLook:
             loss_scale=self._scalers.scale_in_use(),
             threads=self._running.page_with_threads == bad.page.number,
             own_code=sources_of_loss(graph, shown) if graph is not None else [],
-            own_code_of=bad.row.role if graph is not None and root is not None else "",
-            held=list(islice(dict.fromkeys(_held(root)), _MOST)) if root is not None else [],
+            own_code_of=bad.row.role if graph is not None else "",
+            held=list(islice(dict.fromkeys(held), _MOST)),
             losses=values,
             script=self._script_of(bad, losses, values),
         )
