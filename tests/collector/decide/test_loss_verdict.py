@@ -119,7 +119,9 @@ def test_the_variable_that_was_bad_first_and_its_line(make):
         variable("adv", "nan", 12, ops=["std"], shape=(1,)),
     ]
     verdict = judged(make, batch(make, loss=make.NAN, again=LookedAgain(own_code_of="output", script=script)))
-    assert verdict.statement.endswith("in the loss, after the forward of batch 3; `adv`, assigned at train.py:12, was nan.")
+    assert verdict.statement.endswith(
+        "in the loss, after the forward of batch 3; `adv`, assigned at train.py:12, was nan."
+    )
     assert verdict.cause.kind == "domain"
     assert "std" in verdict.cause.next[0]
 
