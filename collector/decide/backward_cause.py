@@ -17,6 +17,7 @@ from ...core.values import DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
+from ..facts.loss_origin import what_script_got
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_rules import OPERATION_RULES
@@ -35,9 +36,9 @@ def bad_variable(facts: RunFacts, first: LocalDiagnosis) -> str:
 
 
 def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
-    """None if another rank may have sent the value, or if what the model returned was not ordinary."""
+    """None if another rank may have sent the value, or if what the model returned was not finite, or huge."""
     again = _second_look(facts, first)
-    if again is None or any(not row.finite for frame in _forward(facts, first) for row in frame.outputs):
+    if again is None or not all(row.finite for _, row in what_script_got(_forward(facts, first))):
         return None
     return _of_loss(facts, first, first.value, first.dtype, again)
 

@@ -6,7 +6,7 @@ the value, or was handed it: by the data, by another rank, or by a module in ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...core.frames import Frame, FramePhase, Row, RowKind, module_text
 from ...core.values import NonFinite, name_of
@@ -18,9 +18,11 @@ _MOST_TOLD = 4
 def explain_loss(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
     """The diagnosis of a row of a loss. It is sure if nothing but the script's own code can have made the value."""
     again = alarm.again
-    notes = [*_of_other_ways(alarm), *_returned_bad(alarm.frames)]
-    sure = not notes and bool(again.own_code_of) and _is_model_finite(alarm.frames)
-    sure = sure and not (again.held or again.threads)
+    returned = what_script_got(alarm.frames)
+    notes = [*_of_other_ways(alarm), *_returned_bad(returned)]
+    read = (RowKind.MEASURED, RowKind.EMPTY, RowKind.NONE, RowKind.NOT_A_TENSOR)
+    is_read = any(row.kind == RowKind.MEASURED for _, row in returned) and all(row.kind in read for _, row in returned)
+    sure = not notes and is_read and bool(again.own_code_of) and not (again.held or again.threads)
     return alarm.diagnosis(frame, row, "outside", FramePhase.LOSS, sure=sure, notes=notes)
 
 
@@ -31,18 +33,14 @@ def _of_other_ways(alarm: AlarmPage) -> Iterator[str]:
         yield f"the loss used a tensor that {name} had not returned ({each.op}): the value may have been made there"
 
 
-def _returned_bad(frames: list[Frame]) -> Iterator[str]:
-    """Calls whose result was not finite and raised no alarm: a mask, or what a rule of the user's waives."""
-    forward = (frame for frame in frames if frame.phase == FramePhase.FORWARD)
-    bad = {(frame.module, frame.cls): row for frame in forward for row in frame.outputs if not row.finite}
-    for (module, cls), row in list(bad.items())[:_MOST_TOLD]:
-        returned = f"{module_text(module, cls)} had returned {name_of(NonFinite(row.flags))}, which is no alarm there"
-        yield f"{returned}: the loss may have been made from that"
+def what_script_got(frames: Iterable[Frame]) -> list[tuple[Frame, Row]]:
+    """What the calls of the script itself have returned; empty if the model's own call is not watched."""
+    calls = (frame for frame in frames if frame.phase == FramePhase.FORWARD and frame.parent is None)
+    return [(frame, row) for frame in calls for row in frame.outputs]
 
 
-def _is_model_finite(frames: list[Frame]) -> bool:
-    """Whether the page shows the model's own call, and that its results were finite."""
-    calls = [frame for frame in frames if frame.phase == FramePhase.FORWARD and frame.parent is None]
-    shown = [row for frame in calls if not frame.module for row in frame.outputs]
-    read = (RowKind.MEASURED, RowKind.EMPTY, RowKind.NONE, RowKind.NOT_A_TENSOR)
-    return any(row.kind == RowKind.MEASURED for row in shown) and all(row.finite and row.kind in read for row in shown)
+def _returned_bad(returned: list[tuple[Frame, Row]]) -> Iterator[str]:
+    """Results that were not finite and raised no alarm: a mask, or what a rule of the user's waives."""
+    for frame, row in [each for each in returned if not each[1].finite][:_MOST_TOLD]:
+        what = f"{module_text(frame.module, frame.cls)} had returned {name_of(NonFinite(row.flags))}"
+        yield f"{what}, which is no alarm there: the loss may have been made from that"

@@ -128,7 +128,8 @@ class SecondLook:
         """The script's variables, and what the loss may have used that no frame shows."""
         losses = self._losses_of(bad)
         values = [numbers_of(loss)[0] for loss in losses]
-        graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
+        graphs = [each for each in self._gradients.graphs.of(bad.page.number) if each.within is None]
+        graph = graphs[0] if len(graphs) == 1 else None  # on a device, another backward may have begun since
         shown = shown_in(self._own.frames(bad.page))
         called = [info for info in self._roots.infos if info.page is not None and info.page.step == bad.page.step]
         held = (each for info in called if (root := info.ref()) is not None for each in _held(root))

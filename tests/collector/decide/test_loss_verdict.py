@@ -22,14 +22,15 @@ def variable(name, value, line, *, uses=(), ops=(), shape=(), counts=False):
     return ScriptTensor(name, "main", "/x/train.py", line, f"{name} = ...", [*uses], [*ops], given, counts=counts)
 
 
-def batch(make, rank=0, *, loss=1.0, out=1.0, before=None, again=SEARCHED, marks=None, seq=9, loss_seq=None):
+def batch(make, rank=0, *, loss=1.0, out=1.0, mask=None, waived=None, again=SEARCHED, seq=9, loss_seq=None):
     """`model(x)`, whose parts are all finite, then the loss and a gradient."""
     made = make.Batch(rank, batch=3, seq=seq)
     x, y = made.tensor(), made.tensor(out)
-    if before is not None:
-        made.call("aux", "Aux", given=[x], returned=[made.tensor(before)], marks=marks)
+    if mask is not None:
+        made.call("mask", "Mask", given=[x], returned=[made.tensor(mask)])
     made.call("fc", "Linear", given=[x], returned=[y])
-    made.call("", "Net", given=[x], returned=[y])
+    returned = [y] if waived is None else [y, made.tensor(waived)]
+    made.call("", "Net", given=[x], returned=returned, marks={"output[1]": int(RowMark.IGNORED)})
     made.call(
         LOSS_MODULE, LOSS_CLASS, returned=[made.tensor(loss)], phase=make.Phase.LOSS, parent=None, depth=0, seq=loss_seq
     )
@@ -81,11 +82,23 @@ def test_what_came_by_another_way_makes_it_less_sure(make, again, said):
     assert any(said in line for line in verdict.evidence)
 
 
-def test_a_waived_module_may_be_the_maker(make):
-    marks = {"output": int(RowMark.IGNORED)}
-    verdict = judged(make, batch(make, loss=make.NAN, before=make.NAN, marks=marks))
+def test_a_waived_result_may_be_what_it_was_made_of(make):
+    verdict = judged(make, batch(make, loss=make.NAN, waived=make.NAN))
     assert (verdict.phase, verdict.certainty, verdict.cause) == ("loss", "supported", None)
-    assert any("`aux` (Aux) had returned nan, which is no alarm there" in line for line in verdict.evidence)
+    assert any("the root module (Net) had returned nan, which is no alarm" in line for line in verdict.evidence)
+
+
+def test_a_mask_inside_of_the_model_is_not(make):
+    verdict = judged(make, batch(make, loss=make.NAN, mask=make.NEGINF))
+    assert (verdict.phase, verdict.certainty, verdict.cause.kind) == ("loss", "established", "script")
+
+
+def test_where_the_model_itself_is_not_watched_it_is_less_sure(make):
+    made = make.Batch(0, batch=3)
+    made.call("fc", "Linear", given=[made.tensor()], returned=[made.tensor()])
+    made.call(LOSS_MODULE, LOSS_CLASS, returned=[made.tensor(make.NAN)], phase=make.Phase.LOSS, parent=None, depth=0)
+    made.anomaly = msgspec.structs.replace(made.anomaly, again=SEARCHED)
+    assert judged(make, made).certainty == "supported"
 
 
 def test_a_collective_before_the_backward_may_have_brought_it(make):
