@@ -6,6 +6,7 @@ fields go at the end and have defaults, so that an old worker can talk to a new 
 
 from __future__ import annotations
 
+import math
 from enum import IntFlag
 from pathlib import PurePath
 from typing import Literal
@@ -225,7 +226,15 @@ class ScriptTensor(msgspec.Struct, frozen=True):
     nodes: list[str] = []
     """Operations in its graph that were handed numbers outside of their domain: `DivBackward0`."""
     counts: bool = False
-    """It is what a backward began from; or the line that ended the script, or a condition around it, depends on it."""
+    """It is what a backward began from; or the line depends on it that began the backward, or that ended the script, or
+    a condition around that."""
+
+    @property
+    def is_bad(self) -> bool:
+        """It was read, and is not finite. A mask is -inf, too: that is bad in a single number that counts alone."""
+        if self.numbers.value == "-inf":
+            return self.counts and math.prod(self.numbers.shape or ()) == 1
+        return self.numbers.is_bad
 
 
 class LookedAgain(msgspec.Struct, frozen=True):

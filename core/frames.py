@@ -39,10 +39,14 @@ class FramePhase(WordEnum):
     """A forward that activation checkpointing runs again during the backward."""
     BUFFER = "buffer", 7
     """Before the root's forward: a frame of buffers that were not finite then."""
+    LOSS = "loss", 8
+    """What a backward begins from: a frame of `LOSS_MODULE` and `LOSS_CLASS`, with a row for each tensor."""
 
 
 PHASES = tuple(FramePhase)
 """By number."""
+LOSS_MODULE, LOSS_CLASS = "(loss)", "backward"
+"""The name and class of a frame of `FramePhase.LOSS`. No module has such a name."""
 
 
 class RowMark(IntFlag):

@@ -13,13 +13,15 @@ Recorded, and no alarm:
   finite inputs.
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
-- a gradient that a GradScaler checks before it is used.
+- a gradient that a GradScaler checks before it is used, and the loss that it has scaled.
 - a gradient of a rehearsal, which nobody has written.
 - a buffer, but for a norm's running statistics. What is made of another one is an alarm where it is seen.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
 - a bad value that a call returns, for as long as the calls around it have not returned. If it leads to what the model
   returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
   absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind it (bad_values.py).
+
+A loss is an alarm if it is not finite, -inf included. A value that a module has returned comes before it.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class FrameJudgement(NamedTuple):
     hidden: tuple[Row, ...] = ()
     """Non-finite rows that a rule of the user's covers."""
     scaled: Row | None = None
-    """The first non-finite gradient that a GradScaler is to catch."""
+    """The first non-finite gradient that a GradScaler is to catch, or the loss that it has scaled."""
     warnings: tuple[tuple[str, Row], ...] = ()
     """(`near overflow`, `underflow`, or `zero` for a gradient that is exactly zero, row)"""
     of: Frame | None = None
@@ -85,13 +87,14 @@ def judge(
     hidden: list[Row] = []
     scaled: Row | None = None
     warnings: list[tuple[str, Row]] = []
+    of_loss = frame.phase == FramePhase.LOSS
     for row in frame.rows:
         if row.flags:
             if row.mark & RowMark.IGNORED and row.role_kind not in _ARGUMENTS:
                 hidden.append(row)
-            elif row.mark & RowMark.SCALED and row.role_kind in GRADIENTS and scaled is None:
+            elif row.mark & RowMark.SCALED and (of_loss or row.role_kind in GRADIENTS) and scaled is None:
                 scaled = row
-        elif row.value not in returned:
+        elif row.value not in returned and not of_loss:
             kind = _warning(row, limits)
             if kind is not None:
                 warnings.append((kind, row))
@@ -158,6 +161,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
             continue
         # -inf of what a module with weights was handed may be no sign of an overflow; +inf times a weight is -inf, too
         of_mask = not weights or (input_flags and not input_flags & NonFinite.POSINF)
+        of_mask = of_mask and frame.phase != FramePhase.LOSS
         if returned and row.flags == NonFinite.NEGINF and of_mask:
             continue
         return row

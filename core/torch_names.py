@@ -107,6 +107,8 @@ NAMES = (
     TorchName("torch.utils._python_dispatch", "_get_current_dispatch_mode", LINE),
     TorchName("torch.overrides", "_get_current_function_mode_stack", LINE),
     TorchName("torch.UntypedStorage", "_cdata", LINE),
+    TorchName("torch.UntypedStorage", "_weak_ref", LINE),
+    TorchName("torch.UntypedStorage", "_free_weak_ref", LINE),
     TorchName("<operation>", "_schema", LINE),
     TorchName("torch.utils._python_dispatch", "_disable_current_modes", NOTHING_SEEN),
     TorchName("torch.utils._pytree", "tree_flatten", NOTHING_SEEN),

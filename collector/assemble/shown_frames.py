@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...core.frames import Frame, FramePhase, Page
+from ...core.frames import LOSS_MODULE, Frame, FramePhase, Page
 from ...core.identity import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
@@ -209,15 +209,23 @@ def _chosen(ranks: list[RankFacts], verdict: Verdict) -> list[RankFacts]:
     return sorted(first[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
+def _named_in(verdict: Verdict) -> str | None:
+    """The column of the histories that an overflow is about: a module, or the loss; None if it is about neither."""
+    if verdict.kind != VerdictKind.OVERFLOW:
+        return None
+    return LOSS_MODULE if verdict.phase == FramePhase.LOSS else verdict.module
+
+
 def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
-    """None if the verdict names no module, or no history was received."""
-    if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None:
+    """None if the verdict names neither a module nor the loss, or no history was received."""
+    name = _named_in(verdict)
+    if name is None:
         return None
     found: list[RankSeries] = []
-    returned = HeatModule(verdict.module, verdict.cls or "", verdict.dtype or "")
+    returned = HeatModule(name, verdict.cls or "", verdict.dtype or "")
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
-        column = next((n for n, each in enumerate(history.modules) if each.module == verdict.module), None)
+        column = next((n for n, each in enumerate(history.modules) if each.module == name), None)
         if column is None:
             continue
         if rank == verdict.rank or not returned.dtype:
@@ -236,7 +244,8 @@ def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int
 
 def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:
     """None as above, and where the verdict's rank has nothing of its batch."""
-    if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None or verdict.batch is None:
+    name = _named_in(verdict)
+    if name is None or verdict.batch is None:
         return None
     place = verdict.batch, verdict.step
     rows: dict[int, tuple[OpenHistory, int]] = {}
@@ -254,7 +263,7 @@ def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRan
         if history.modules is not named.modules:
             there.update(dict.fromkeys(history.modules))
     modules = list({each.module: each for each in reversed(there)}.values())[::-1]
-    modules = _around(modules, verdict.module, max(24, min(200, _MOST_CELLS // len(rows))))
+    modules = _around(modules, name, max(24, min(200, _MOST_CELLS // len(rows))))
     return ModulesByRanks(verdict.batch, modules, sorted(rows), [_row(*rows[rank], modules) for rank in sorted(rows)])
 
 

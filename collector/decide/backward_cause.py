@@ -11,34 +11,57 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...core.events import GraphNode, LookedAgain, OperandNumbers
-from ...core.frames import FramePhase
+from ...core.events import GraphNode, LookedAgain
+from ...core.frames import Frame, FramePhase
 from ...core.values import DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
+from ..facts.loss_origin import what_script_got
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_rules import OPERATION_RULES
 from .replicas import page_of
-from .script_cause import cause_in_script
+from .script_cause import cause_in_script, variable_in_script
 
 _MOST_NAMED = 3
 _HUGE = 1e9
 """An output that is larger was none of a healthy model."""
 
 
-def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
-    """None if the graph shows no operation that can have made it, or several modules' operations may have."""
+def bad_variable(facts: RunFacts, first: LocalDiagnosis) -> str:
+    """The script's variable that was bad before a bad loss was made of it: a clause; "" if unknown."""
+    again = _second_look(facts, first)
+    return variable_in_script(again.script) if again is not None else ""
+
+
+def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """None if another rank may have sent the value, or if what the model returned was not finite, or huge."""
+    again = _second_look(facts, first)
+    if again is None or not all(row.finite for _, row in what_script_got(_forward(facts, first))):
+        return None
+    return _of_loss(facts, first, first.value, first.dtype, again)
+
+
+def _second_look(facts: RunFacts, first: LocalDiagnosis) -> LookedAgain | None:
+    """None if there is none at this batch, or if the value may come from another rank."""
     rank = facts.one(first.attempt, first.rank)
     alarm = next((each for each in rank.anomalies if each.again is not None), None)
-    if alarm is None or alarm.again is None or alarm.where.batch != first.batch or first.passed:
+    if alarm is None or alarm.where.batch != first.batch or first.passed:
         return None
-    graph, losses = alarm.again.graph, alarm.again.losses
+    return alarm.again
+
+
+def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """None if the graph shows no operation that can have made it, or several modules' operations may have."""
+    again = _second_look(facts, first)
+    if again is None:
+        return None
+    graph, losses = again.graph, again.losses
     bad_loss = next((loss for loss in losses if loss.is_bad), None)
     is_outside = first.source == "outside"
     if bad_loss is not None and is_outside:
-        return _of_loss(facts, first, bad_loss, graph, alarm.again)
+        return _of_loss(facts, first, bad_loss.value, bad_loss.dtype, again)
     if bad_loss is not None or not (is_outside or first.is_origin):
         return None
     makers = _makers(graph, first.module if first.is_origin else "")
@@ -62,32 +85,36 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     )
 
 
+def _forward(facts: RunFacts, first: LocalDiagnosis) -> list[Frame]:
+    page = page_of(facts, first)
+    return [frame for frame in page.frames if frame.phase == FramePhase.FORWARD] if page is not None else []
+
+
 def _largest_output(facts: RunFacts, first: LocalDiagnosis) -> float:
     """abs max of what the modules of the model returned in that batch."""
-    page = page_of(facts, first)
-    frames = [frame for frame in page.frames if frame.phase == FramePhase.FORWARD] if page is not None else []
-    return max((row.abs_max or 0.0 for frame in frames for row in frame.outputs if row.finite), default=0.0)
+    rows = (row for frame in _forward(facts, first) for row in frame.outputs)
+    return max((row.abs_max or 0.0 for row in rows if row.finite), default=0.0)
 
 
 def _of_loss(
-    facts: RunFacts, first: LocalDiagnosis, loss: OperandNumbers, graph: Sequence[GraphNode], again: LookedAgain
+    facts: RunFacts, first: LocalDiagnosis, value: str, dtype: str, again: LookedAgain
 ) -> OverflowCause | None:
     """The loss was not finite before the backward began, and what the model returned was."""
-    if loss.dtype == "float16" and loss.value == "+inf" and again.loss_scale is not None and again.loss_scale > 1:
+    if dtype == "float16" and value == "+inf" and again.loss_scale is not None and again.loss_scale > 1:
         return OverflowCause(
             "scale",
             Certainty.SUPPORTED,
-            f"the loss times the GradScaler's scale of {again.loss_scale:g} is {loss.value} in float16",
+            f"the loss times the GradScaler's scale of {again.loss_scale:g} is {value} in float16",
             ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
         )
     if _largest_output(facts, first) > _HUGE:
         return None  # a loss of such outputs may be too large a number
-    lead = f"the loss was {loss.value} before its backward began, and what the model returned was finite"
+    lead = f"the loss was {value} before its backward began, and what the model returned was finite"
     in_script = cause_in_script(again.script, f"{lead}; ")
     if in_script is not None and in_script.kind == "domain":
         return in_script
     # tensors without a gradient are in no graph: that an operation of it has made the value is not certain
-    able = _able_to_make(_makers(graph, ""), loss.value)[:_MOST_NAMED]
+    able = _able_to_make(_makers(again.graph, ""), value)[:_MOST_NAMED]
     rules = {name: OPERATION_RULES[name] for name in able}
     mends = [f"In the script's loss, look at `{name}`: {rule.mend}. Not tried." for name, rule in rules.items()]
     if in_script is not None:

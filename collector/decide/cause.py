@@ -12,7 +12,7 @@ from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.model import OverflowCause
-from .backward_cause import cause_of_backward
+from .backward_cause import cause_of_backward, cause_of_loss
 from .cause_clues import CauseClues
 from .data_cause import of_batch, of_input, of_samples
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
@@ -36,6 +36,10 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
         return of_growth(clues) or cause_of_backward(clues.facts, first)
+    if first.phase == FramePhase.LOSS and clues.operation is not None and domain:
+        return of_domain(clues, clues.operation, domain)
+    if first.phase == FramePhase.LOSS:
+        return of_growth(clues) or cause_of_loss(clues.facts, first)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
         return of_growth(clues)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.changed:

@@ -1,10 +1,11 @@
-"""How the outputs of modules grew over the batches before an overflow, on the rank and on the others."""
+"""How the outputs of modules and the loss grew over the batches before an overflow, on the rank and on the others."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ...core.frames import LOSS_MODULE, module_text
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import OpenHistory
@@ -23,7 +24,7 @@ _MOST_SHOWN = 4
 
 @dataclass(frozen=True)
 class ModuleGrowth:
-    """The first module of a model, in the order of calls, whose outputs ran away."""
+    """The first module of a model, in the order of calls, whose outputs ran away; or its loss, where none's did."""
 
     module: str
     cls: str
@@ -37,6 +38,16 @@ class ModuleGrowth:
     """Other ranks on which it was not."""
 
     @property
+    def is_loss(self) -> bool:
+        """Whether it is the loss."""
+        return self.module == LOSS_MODULE
+
+    @property
+    def text(self) -> str:
+        """`what `fc` (Linear) returned`, or `the loss`."""
+        return "the loss" if self.is_loss else f"what {module_text(self.module, self.cls)} returned"
+
+    @property
     def steps(self) -> int:
         """In how many batches in a row it grew."""
         return len(self.batches) - 1
@@ -48,12 +59,12 @@ class ModuleGrowth:
 
 
 def growth_of(facts: RunFacts, first: LocalDiagnosis) -> ModuleGrowth | None:
-    """None if no module's outputs grew by a factor of 100 in batches in a row up to the batch of the diagnosis."""
+    """None if nothing grew by a factor of 100 in batches in a row up to the batch of the diagnosis."""
     opened = _histories(facts, first)
     own = opened.pop(first.rank, None)
     if own is None:
         return None
-    for column, module in enumerate(own.modules):
+    for column, module in sorted(enumerate(own.modules), key=lambda at: at[1].module == LOSS_MODULE):
         batches, sizes = _run_of(_series(own, column, first.batch))
         if len(sizes) < 2 or sizes[-1] < _MUCH * sizes[0] or batches[-1] < first.batch - 1:
             continue

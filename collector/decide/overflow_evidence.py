@@ -48,7 +48,7 @@ def evidence_of(
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _of_unwatched(facts, first)
     doubts += _unsettled(facts, first, order.diagnoses)
-    if first.source == "outside" and first.phase == FramePhase.BACKWARD:
+    if first.source == "outside" and first.phase in (FramePhase.BACKWARD, FramePhase.LOSS):
         doubts += _of_stages(facts, first)
     later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
@@ -153,6 +153,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             finite = f"inputs of {first.place} were finite"
             more = f"; its weights were finite when they were last read, and not read since ({since})"
         return [f"{where}: {finite}, its {first.role} was not{more}"]
+    if first.phase == FramePhase.LOSS:
+        return [f"{where}: the tensor on which backward was called was {first.value}"]
     if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":

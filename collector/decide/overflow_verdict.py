@@ -18,6 +18,7 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
+from .backward_cause import bad_variable
 from .cause import cause_of
 from .cause_clues import CauseClues
 from .clean_verdict import doubts_about
@@ -203,7 +204,8 @@ def _named(
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
     rank = facts.one(first.attempt, first.rank)
-    may_be_run = first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD)
+    of_loss = first.phase == FramePhase.LOSS
+    may_be_run = of_loss or (first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD))
     ran = _second_run(first, rank) if may_be_run else None
     operation = operation_of(first, ran)
     clues = clues_of(facts, first, odd, large[0] if large is not None else "")
@@ -215,13 +217,15 @@ def _named(
     capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
     unlike = unlike_tensor(facts, first) if first.is_origin else None
     evidence[1:1] = [*operation_lines(ran, operation), *([unlike.line] if unlike is not None else [])]
+    number, variable = number_of_ranks(facts, first.attempt), bad_variable(facts, first) if of_loss else ""
     return overflow_at(
         first,
+        **(_OF_NO_MODULE | {"phase": FramePhase.LOSS, "root": first.root} if of_loss else {}),
         **whose(facts, rank),
         operation=operation,
         capture=capture,
         cause=cause,
-        statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
+        statement=sentence(first, hosts[first.rank], rest, blamed, number, variable),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
@@ -286,7 +290,7 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "skipped":
         return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
     if first.source == "received":
-        where = f"in the {first.role} of {first.place}"
+        where = f"in the {first.role} of {first.place}" if first.seen_in != FramePhase.LOSS else "in the loss"
         if first.seen_in == FramePhase.BACKWARD:
             where = f"in the backward of {first.place}"
         elif first.between is not None:

@@ -37,9 +37,17 @@ def is_of_no_module(first: LocalDiagnosis) -> bool:
 
 
 def sentence(
-    first: LocalDiagnosis, host: str, concurrent: list[LocalDiagnosis], odd: OddWeight | None, ranks: int
+    first: LocalDiagnosis,
+    host: str,
+    concurrent: list[LocalDiagnosis],
+    odd: OddWeight | None,
+    ranks: int,
+    variable: str = "",
 ) -> str:
-    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all."""
+    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all.
+
+    `variable`: the script's, in which a loss was bad first: a clause.
+    """
     alike = [other.rank for other in concurrent if is_alike(first, other)]
     others = [other.rank for other in concurrent if other.rank not in alike]
     who, verb = one_on(first.rank, host), "overflowed" if concurrent else "overflowed first"
@@ -48,6 +56,8 @@ def sentence(
         are_all = len(alike) + 1 == ranks and all(map(is_rank, [first.rank, *alike]))
         who = f"All {ranks} ranks" if are_all else ranks_text([first.rank, *alike]).capitalize()
     text = _what(first, who, verb, odd, plural=bool(alike))
+    if variable:
+        text += f"; {variable}"
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
     if first.mask:
@@ -95,6 +105,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.phase == FramePhase.INPUT:
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
+    if first.phase == FramePhase.LOSS:
+        return f"{lead}{first.value} in the loss, after the forward of {batch}"
     if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
     if first.phase == FramePhase.OPTIMIZER:
@@ -198,6 +210,8 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
     if ran is None or ran.operation is None:
         return None
     name = ran.operation.module
+    if first.phase == FramePhase.LOSS:
+        return ran.operation if not name else None
     inside = not first.module or name == first.module or name.startswith(f"{first.module}.")
     listed = name in (*first.own_code, *first.suspects)
     return ran.operation if inside or listed or first.mask or first.turned else None
@@ -209,7 +223,7 @@ def explain_command(
     """The step that finds the line of a backward, or of a forward that could not run again, or what each rank has put
     into a sum: the run's own command with --explain. [] if that is of no use."""
     words = next((hello.command for hello in facts.hellos), [])
-    is_backward = first.phase == FramePhase.BACKWARD
+    is_backward = first.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
     launched, in_python = words[:2] == ["gpuwatch", "launch"], words[:1] == ["gpuwatch.watch"]
     if not (launched or in_python) or ((ran is None) is not is_backward and not of_sum):
         return []
@@ -222,7 +236,9 @@ def explain_command(
         at = rest.index(option) if option in rest[:-1] else len(rest)
         rest = [*rest[:at], *rest[at + 2 :]]
     command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
-    what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
+    what = "the operation and its line"
+    if first.phase == FramePhase.BACKWARD:
+        what = "the line of the forward whose backward made it"
     if of_sum:
         what = "each rank's own number at the first bad element"
     again = f"with that batch watched: {command}" if launched else f"with --explain {first.batch}."
@@ -362,6 +378,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
             before = "Look at what this rank receives, and at what it calls before that model."
             return f"{before} If that is finite, look at its data loader."
         return "Look at the data loader of this rank, or at the code that makes the model's inputs."
+    if first.phase == FramePhase.LOSS:
+        return "Look at the code of the script that computes the loss from what the model returns."
     if first.phase == FramePhase.BACKWARD:
         return _step_for_backward(first)
     if first.phase == FramePhase.OPTIMIZER:

@@ -216,7 +216,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
     if page is None or frame is None:
         return found
-    is_backward = frame.phase == FramePhase.BACKWARD
+    is_backward = frame.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
     last = max((other.seq for other in page.frames if other.index < frame.index), default=-1)
     if not is_backward:
         last = _last_before(facts, page, frame)
@@ -226,8 +226,9 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
         issued = f"{now - max(last, 0)} collectives, sends or receives between {when} and that call"
         notes.append(f"rank {found.rank} issued {issued}: one can have brought it from another rank")
+    of_loss = frame.phase == FramePhase.LOSS  # what any model returned to it was finite
     others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
-    if others:
+    if others and not of_loss:
         made = "the value can have been made from what it returned"
         notes.append(f"{', '.join(others)} was called in between, too: {made}")
     if not notes:

@@ -31,7 +31,7 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
 
     `lead`: what is known beside it, a clause that ends in a semicolon.
     """
-    bad = [each for each in tensors if _is_bad(each)]
+    bad = [each for each in tensors if each.is_bad]
     first = _first_made(bad)
     if first is None:
         return None
@@ -52,6 +52,13 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
     said = "; ".join([f"variable `{first.name}`{function} is {first.numbers.value}{place}", *also, *sizes])
     kind, steps = _kind_and_steps(first, handed)
     return OverflowCause(kind, Certainty.SUPPORTED, f"{lead}{said}", steps)
+
+
+def variable_in_script(tensors: Sequence[ScriptTensor]) -> str:
+    """The variable that became bad first, as a clause: "`adv`, assigned at train.py:12, was nan"; "" if unknown."""
+    first = _first_made([each for each in tensors if each.is_bad])
+    known = first is not None and first.line
+    return f"`{first.name}`, assigned at {_place(first)}, was {first.numbers.value}" if first and known else ""
 
 
 def _variable(tensor: ScriptTensor) -> str:
@@ -98,10 +105,6 @@ def _suspects(first: ScriptTensor, handed: Sequence[ScriptTensor]) -> list[str]:
     return [name for name in able if name not in (*_OF_FEW, *_OF_NONE, "pow")]
 
 
-def _is_bad(tensor: ScriptTensor) -> bool:
-    return tensor.numbers.is_bad and tensor.numbers.value != "-inf"
-
-
 def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor | None:
     """From a variable that counts back along the lines, as long as one that a line uses is bad, too."""
     ends = [each for each in bad if each.counts]
@@ -120,7 +123,8 @@ def _first_made(bad: Sequence[ScriptTensor]) -> ScriptTensor | None:
 def cause_between(rank: RankFacts, step: int, elements: int) -> OverflowCause | None:
     """The cause where the script changes gradients before it hands them on: a variable of as many elements is bad."""
     script = next((each.again.script for each in rank.anomalies if each.again and each.where.step == step), [])
-    handed = [msgspec.structs.replace(each, counts=math.prod(each.numbers.shape or ()) == elements) for each in script]
+    alike = ((each, math.prod(each.numbers.shape or ()) == elements) for each in script)
+    handed = [msgspec.structs.replace(each, counts=same and each.numbers.value != "-inf") for each, same in alike]
     found = cause_in_script(handed)
     return msgspec.structs.replace(found, kind="hook") if found is not None else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...core.frames import module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
@@ -54,7 +53,7 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
                 "the learning rate, a copy or a load by the script. None of these was tried."
             ],
         )
-    if grown is not None and grown.alike and first.step > 0:
+    if grown is not None and grown.alike and not grown.is_loss and first.step > 0:
         return _one_step(clues, grown)
     return None
 
@@ -70,9 +69,8 @@ def _diverged(clues: CauseClues, grown: ModuleGrowth | None) -> OverflowCause | 
     return OverflowCause(
         "divergence",
         _S,
-        f"the training diverged {where} from batch {grown.batches[1]} on: abs max of what "
-        f"{module_text(grown.module, grown.cls)} returned went {went} in batches {batches[0]} to {batches[-1]}, the "
-        f"largest weight is {number_text(_largest_weight(clues))}"
+        f"the training diverged {where} from batch {grown.batches[1]} on: abs max of {grown.text} went {went} "
+        f"in batches {batches[0]} to {batches[-1]}, the largest weight is {number_text(_largest_weight(clues))}"
         f"{_by_optimizer(clues)}",
         [
             f"Lower the learning rate{lower}, warm it up, or clip the gradients (clip_grad_norm_); and look at what "
@@ -87,7 +85,7 @@ def _one_step(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
     return OverflowCause(
         "step",
         _S,
-        f"what {module_text(grown.module, grown.cls)} returned went from abs max {number_text(sizes[-2])} in batch "
+        f"{grown.text} went from abs max {number_text(sizes[-2])} in batch "
         f"{batches[-2]} to {number_text(sizes[-1])} in batch {batches[-1]} {where} alike: one step has made its "
         f"weights large{_by_optimizer(clues)}",
         [

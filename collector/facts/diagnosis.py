@@ -113,7 +113,7 @@ class LocalDiagnosis:
     @property
     def place(self) -> str:
         """The module, for a sentence."""
-        return module_text(self.module, self.cls)
+        return module_text(self.module, self.cls) if self.seen_in != FramePhase.LOSS else "the loss"
 
     @property
     def text(self) -> str:
@@ -122,13 +122,15 @@ class LocalDiagnosis:
         If no row of the named module holds the value, the text names the row that does: `nan in input[0] of
         `attn.c_proj` (Linear), made in `attn` (Attention)'s own code`.
         """
+        if self.seen_in == FramePhase.LOSS:
+            return f"{self.value} in the loss"
         if self.own_role is not None:
             return f"{self.value} in {self.own_role} of {self.place}"
         module, cls, role = self.at
         text = f"{self.value} in {role} of {module_text(module, cls)}"
         if self.source == "outside":
             return f"{text}, from outside the model"
-        code = "backward" if self.seen_in == "backward" else "own code"
+        code = "backward" if self.seen_in == FramePhase.BACKWARD else "own code"
         return f"{text}, {'made' if self.source == 'made' else 'passed on'} in {self.place}'s {code}"
 
     @property
@@ -255,7 +257,7 @@ def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str
     """What a second look at the module of an alarm has found beside its weights."""
     found = []
     # the scale that gradients had from a GradScaler may be the only reason why they were inf
-    is_scaled = phase in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
+    is_scaled = phase in (FramePhase.LOSS, FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
     if again.loss_scale is not None and is_scaled:
         scale = f"{again.loss_scale:g} when the alarm was raised"
         found.append(f"a GradScaler had scaled the loss; its scale was {scale}")
@@ -312,6 +314,8 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         return replace(found, source="reduced")
     if anomaly.phase == FramePhase.BUFFER:
         return replace(found, source="buffer")
+    if anomaly.phase == FramePhase.LOSS:
+        return replace(found, source="outside", sure=False)
     kind = parse_role(anomaly.role).kind
     if anomaly.phase == FramePhase.BACKWARD and kind is RoleKind.GRAD_OUTPUT:
         # its user made it, and only the page shows the users

@@ -21,6 +21,7 @@ from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import FrameCalls, begun, common, returns
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_skipped, rows_in
+from .loss_origin import explain_loss
 from .step_origin import UNSEEN, WeightHistory, explain_reduced, explain_step, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
@@ -37,7 +38,7 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
         return from_event(anomaly)
     if anomaly.cause.startswith("GradScaler"):  # it had skipped too many steps for non-finite gradients
         expected = first_expected_gradient(alarm.frames)
-        return _of_gradient(alarm, *expected) if expected is not None else from_event(anomaly)
+        return _of_backward(alarm, *expected) if expected is not None else from_event(anomaly)
     if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
         made = _by_another_way(_ForwardTrail(alarm, first).explain(first), alarm, first)
         return _of_buffer(made, alarm) if made.source in ("made", "unread") else made
@@ -47,18 +48,20 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
     if first.phase == FramePhase.BUFFER:
         return alarm.diagnosis(first, row, "buffer", FramePhase.BUFFER)
     if first.phase != FramePhase.OPTIMIZER:
-        return _of_gradient(alarm, first, row)
+        return _of_backward(alarm, first, row)
     found = explain_step(alarm, first, row)
-    return found if isinstance(found, LocalDiagnosis) else _of_gradient(alarm, *found)
+    return found if isinstance(found, LocalDiagnosis) else _of_backward(alarm, *found)
 
 
-def _of_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
+def _of_backward(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
+    if frame.phase == FramePhase.LOSS:
+        return explain_loss(alarm, frame, row)
     if frame.phase != FramePhase.COLLECTIVE:
         return explain_gradient(alarm, frame, row)
     found = explain_reduced(alarm, frame, row)
     if isinstance(found, LocalDiagnosis):
         return found
-    first = explain_gradient(alarm, *found)
+    first = _of_backward(alarm, *found)
     without = "the optimizer was called without it: scaler.step(optimizer) skips that step"
     return replace(first, notes=(*first.notes, f"a GradScaler should have caught it, but {without}"))
 

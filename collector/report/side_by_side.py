@@ -44,7 +44,9 @@ def _statistics_text(row: Row) -> str:
 
 
 def title_of(frame: Frame) -> str:
-    """Name and class, and the phase if that is not the forward."""
+    """Name and class, and the phase if that is not the forward. `loss` for what a backward began from."""
+    if frame.phase == FramePhase.LOSS:
+        return frame.module
     return frame.title if frame.phase == FramePhase.FORWARD else f"{frame.title} ({frame.phase})"
 
 
@@ -126,6 +128,8 @@ def frame_key(frame: Frame) -> tuple[str, str, str | int]:
 
 
 def _title(frame: Frame) -> str:
+    if frame.phase == FramePhase.LOSS:
+        return frame.module
     title = f"{frame.module or '(root)'} {frame.cls}"
     if frame.phase != FramePhase.FORWARD:
         title += f" {frame.rows[0].role if len(frame.rows) == 1 else f'({frame.phase})'}"

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.events import CaptureFile
-from ...core.frames import Frame, module_text
+from ...core.frames import Frame, FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.text import ranks_text, size_text
 from ...core.verdicts import ReportSection, VerdictKind
@@ -89,6 +89,8 @@ def first_text(first: RankAnomaly | None) -> str:
     if first is None:
         return "-"
     at = first.seen_in
+    if first.phase == FramePhase.LOSS:
+        return f"batch {first.batch}: {first.value}, the loss"
     module, cls, role = (at.module, at.cls, at.role) if at is not None else (first.module, first.cls, first.role)
     return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
 

@@ -200,9 +200,9 @@ class PageTables:
         return begin + starts, begin + ends
 
     @property
-    def forward_rows(self) -> Any:
-        """Which rows belong to frames of the forward."""
-        return self._rows_of(self._forward())
+    def result_rows(self) -> Any:
+        """Which rows belong to frames of the forward, or of a loss."""
+        return self._rows_of(self._forward() | (self.frames["phase"] == FramePhase.LOSS.number))
 
     def _rows_of(self, chosen: Any) -> Any:
         starts, ends = self._bounds

@@ -1,4 +1,4 @@
-"""How large the outputs of modules were, batch by batch: as it is kept, sent and stored. Numbers only, with NumPy.
+"""How large the outputs of modules and the loss were, batch by batch: as it is kept, sent and stored. With NumPy.
 
 A number is the upper half of a float32: 2 bytes, 8 bits of precision, and inf and nan as they are. ABSENT is none.
 """
@@ -64,11 +64,11 @@ class OutputSlots:
                     self.slots.append(entry.id)
 
     def read(self, page: PageTables) -> BatchColumns:
-        """abs max of each output of the page's forward; of a module that was called twice, the larger one."""
+        """abs max of each output of the page's forward, and of its loss; of several of one place, the larger one."""
         rows = page.rows
         columns = self._column[numpy.minimum(rows["slot"], len(self._column) - 1)]
         positions, meta = page.positions, page.metas
-        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED.number) & page.forward_rows
+        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED.number) & page.result_rows
         pending = (meta >> 8 & 0xFF) == 0xFF
         chosen = wanted & ~pending
         codes = _codes(page.values["high"][positions[chosen]], meta[chosen])

@@ -1,4 +1,4 @@
-"""How large the outputs of one rank's modules were over its batches: every batch at first, coarser with age.
+"""How large the outputs of one rank's modules and its loss were, batch by batch: all at first, coarser with age.
 
 It is read from pages that the recorder holds anyway. It takes a bounded share of a processor, so of a rank whose
 batches are very short it sees only some; and bounded memory for any length of run. It is sent once, when the rank has
@@ -17,6 +17,7 @@ import numpy
 from msgspec.structs import replace
 
 from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef, StepTimes
+from ...core.frames import LOSS_MODULE
 from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
@@ -136,13 +137,15 @@ class RankHistory:
             self._hottest = [
                 HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[column]], *how_close)
                 for rows in self._rows.values()
-                for column, *how_close in closest(rows, self._dtypes, most)
+                for column, *how_close in closest(rows, self._dtypes, most + 1)  # one may be the loss
                 if (module := self._module(column)) is not None
             ]
         return self._hottest
 
     def _module(self, column: int) -> ModuleDef | None:
-        return self._modules.get(self._module_of.get(self._slots.slots[column], -1))
+        """None for the loss, too: no limit of its dtype is of interest."""
+        found = self._modules.get(self._module_of.get(self._slots.slots[column], -1))
+        return found if found is not None and found.name != LOSS_MODULE else None
 
     def finish(self, reader: RecorderReader) -> None:
         """The rank has ended: read the pages that its recorder still holds."""

@@ -349,6 +349,12 @@ BACKWARD = [
         witness="rank=1 phase=gradient module=head class=Linear batch=2",
     ),
     Scenario(
+        "a term of the script's loss without a gradient",
+        "loss_term.py",
+        _overflow(phase="loss", rank=1, module=None, value="-inf", batch=2, certainty="established"),
+        witness="",
+    ),
+    Scenario(
         "between two children, backward",
         "where_trap.py",
         _found("backward", 0, "block", "Block", between=(ANY, "block.enter"), value="nan", batch=1),
@@ -999,7 +1005,7 @@ COMMUNICATION = [
             (
                 "the script's ratio",
                 "ratio",
-                _overflow(phase="backward", rank=1, module="", cls="Policy", batch=2),
+                _overflow(phase="loss", rank=1, module=None, value="+inf", batch=2),
                 "rank=1 phase=gradient module=head class=Linear batch=2",
             ),
             ("the policy overflows as it generates", "policy", _forward(1, "body.up", root="Policy"), None),

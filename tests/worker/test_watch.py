@@ -64,8 +64,8 @@ def test_a_watched_training_can_be_read(folders):
         assert [page.batch for page in handle.pages()] == [0, 1, 2]
     model(X)
     frames = handle.frames()
-    assert [frame.phase for frame in frames] == ["forward"] * 4 + ["backward"] * 7 + ["optimizer"] * 2
-    assert [frame.batch for frame in handle.frames(1)] == [1] * 13
+    assert [frame.phase for frame in frames] == ["forward"] * 4 + ["loss"] + ["backward"] * 7 + ["optimizer"] * 2
+    assert [frame.batch for frame in handle.frames(1)] == [1] * 14
     assert handle.frames(7) == []
     assert handle.anomalies == handle.warnings == handle.skips == handle.events == []
     assert handle.report() == handle.verdict().statement

@@ -106,6 +106,12 @@ def sources_later(row: Row, module: str, graph: AutogradGraph, shown: ShownTenso
     return _GraphSources(graph.calls, graph.roots, shown, set()).of_row(row, module)
 
 
+def sources_of_loss(graph: AutogradGraph, shown: ShownTensors) -> list[OwnCodeModule]:
+    """The sources of what a backward has begun from; empty if it used nothing but what frames show."""
+    sources = _GraphSources(graph.calls, graph.roots, shown, set())
+    return [each for root in graph.roots for each in sources.of(root)][:_MOST_TOLD]
+
+
 class _GraphSources:
     def __init__(self, calls: GraphCalls, roots: Iterable[Any], shown: ShownTensors, handed: AbstractSet[Any]) -> None:
         """`roots` are the nodes from which on the graph is known, and `handed` those that are known to be shown."""

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.events import BadOperation, OperandNumbers
 from ...core.signal_errors import from_outside, suppress_own
+from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
@@ -43,8 +44,8 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "masked_fill_")
 """Operations that write in place and read nothing of what was there before."""
 _WHOLLY = ("copy_", "fill_", "zero_")
-_weak: Any = torch.UntypedStorage._weak_ref
-_free_weak: Any = torch.UntypedStorage._free_weak_ref
+_weak = name_in_torch("torch.UntypedStorage._weak_ref")
+_free_weak = name_in_torch("torch.UntypedStorage._free_weak_ref")
 _NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 _WITHOUT_FILE = ("<ipython", "<stdin>")
 """Names in brackets that stand for code of the user's. Others are generated code."""

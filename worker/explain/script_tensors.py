@@ -63,7 +63,8 @@ def script_tensors(
     """The tensors among the local variables of the script's own functions, if one of them holds nan or inf; else [].
 
     Bad ones first. Raises nothing of its own. `waits`: for the device; else what is on one that is at work is left out.
-    `losses`: what a backward began from; None: the script has ended, and what its last line depends on counts.
+    `losses`: what a backward began from; None: the script has ended. What its last line depends on counts then, and
+    what the innermost line depends on that began a backward.
     """
     with suppress_own(Exception):
         return without_modes(_script_tensors, frames, waits, losses)
@@ -76,10 +77,11 @@ def _script_tensors(
     own = [each for each in frames if is_users_file(each[0].f_code.co_filename)][:_MOST_FRAMES]
     found: list[ScriptTensor] = []
     read = elements = 0
-    for frame, line in own:
+    for place, (frame, line) in enumerate(own):
         source, code = source_of(frame), frame.f_code
         function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-        asked = source.names_at(line) if source is not None and losses is None else set()
+        depends = losses is None or (losses and not place)
+        asked = source.names_at(line) if source is not None and depends else set()
         for name, tensor in _tensors_in(frame):
             if read == _MOST_TENSORS or elements + tensor.numel() > _MOST_ELEMENTS:
                 break
@@ -94,7 +96,7 @@ def _script_tensors(
             nodes = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
             at = source.assigned(variable, line) if source is not None else AssignedLine(0, "", [], [])
             found.append(ScriptTensor(name, function, code.co_filename, *at, numbers, nodes, counts))
-    bad = [each for each in found if each.numbers.value not in ("finite", "-inf")]
+    bad = [each for each in found if each.is_bad]
     finite = [each for each in found if each.numbers.value == "finite"]
     return [*bad, *finite][:_MOST_KEPT] if bad else []
 

@@ -42,14 +42,14 @@ from ..hooks.call_frames import CallFrames
 from ..hooks.grad_scaler import GradScalerHooks
 from ..hooks.module_calls import ModuleCalls
 from ..hooks.optimizer_steps import OptimizerSteps
-from ..record.autograd_graph import running_engine
+from ..record.autograd_graph import AutogradGraph, running_engine
 from ..record.bad_elements import KeptSummands, pattern_of
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
 from ..record.root_tensors import RootTensors
 from ..record.roots import is_released, shards_of
 from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
-from .graph_sources import explaining_row, shown_in, sources_later, sources_now
+from .graph_sources import explaining_row, shown_in, sources_later, sources_now, sources_of_loss
 from .graph_users import BadOutput, graph_users
 from .operands import numbers_of
 from .script_tensors import running_frames, script_tensors
@@ -85,6 +85,8 @@ class SecondLook:
 
     def read(self, bad: NonFiniteRow) -> LookedAgain | None:
         """Read the module of an alarm; None if it is no module, or is gone without a graph."""
+        if bad.frame.phase == FramePhase.LOSS:
+            return without_modes(self._of_loss, bad)
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
         graph = without_modes(self._graph_of, bad)
         if module is None:  # the numbers arrived after the script had ended
@@ -121,6 +123,34 @@ class SecondLook:
             losses=values,
             script=self._script_of(bad, losses, values),
         )
+
+    def _of_loss(self, bad: NonFiniteRow) -> LookedAgain:
+        """The script's variables, and what the loss may have used that no frame shows."""
+        losses = self._losses_of(bad)
+        values = [numbers_of(loss)[0] for loss in losses]
+        graphs = [each for each in self._gradients.graphs.of(bad.page.number) if each.within is None]
+        graph = graphs[0] if len(graphs) == 1 else None  # on a device, another backward may have begun since
+        shown = shown_in(self._own.frames(bad.page))
+        called = [info for info in self._roots.infos if info.page is not None and info.page.step == bad.page.step]
+        held = (each for info in called if (root := info.ref()) is not None for each in _held(root))
+        return LookedAgain(
+            optimizer=self._steps.last(),
+            same_step=self._progress.step == bad.page.step,
+            graph=self._graph_of_loss(graph) if graph is not None else [],
+            loss_scale=self._scalers.scale_in_use(),
+            threads=self._running.page_with_threads == bad.page.number,
+            own_code=sources_of_loss(graph, shown) if graph is not None else [],
+            own_code_of=bad.row.role if graph is not None else "",
+            held=list(islice(dict.fromkeys(held), _MOST)),
+            losses=values,
+            script=self._script_of(bad, losses, values),
+        )
+
+    def _graph_of_loss(self, graph: AutogradGraph) -> list[GraphNode]:
+        """The nodes from the output that the backward has just reached to the loss; empty if it went on since."""
+        maker = _running_node()
+        call = graph.calls.innermost(maker._sequence_nr()) if maker is not None else None
+        return graph_users([graph], BadOutput(call.info.id, None, True, maker)) if call is not None else []
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
         """Which elements of a gradient, or of a weight after a step, are not finite, and for the first of them what the
@@ -209,6 +239,8 @@ class SecondLook:
         if bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
             return script_tensors(running_frames(sys._getframe()), waits=True, losses=())
         engine = running_engine() if any(value.is_bad for value in values) else None
+        if engine is None and bad.frame.phase == FramePhase.LOSS:
+            engine = sys._getframe()  # a GradScaler's step
         return script_tensors(running_frames(engine), waits=True, losses=losses) if engine is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:

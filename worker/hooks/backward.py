@@ -27,6 +27,7 @@ from ..device.device import StreamKey, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.frame_writer import FrameWriter
+from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
@@ -88,11 +89,12 @@ class _GraphRecord:
     gradients: weakref.ref[BackwardHooks]
     """Weak: it may hold the graph that holds this hook."""
     calls: GraphCalls
+    page: OpenPage
 
     def __call__(self, gradient: torch.Tensor) -> None:
         gradients = self.gradients()
         if gradients is not None:
-            gradients.graph_begins(self.calls)
+            gradients.graph_begins(self.calls, self.page)
 
 
 class BackwardHooks:
@@ -102,6 +104,7 @@ class BackwardHooks:
         self._frames = frames
         self._progress = progress = frames.progress
         self._rows, self._judging = frames.rows, frames.judging
+        self._losses = LossRows(frames)
         self._fault = progress.faults.record
         self._sync = progress.settings.sync
         self._many = _FEW
@@ -213,18 +216,18 @@ class BackwardHooks:
             if parameter.grad is not None and not self._rows.is_capturing:
                 self.left.add(parameter)
 
-    def watch_graph(self, calls: GraphCalls, output: Any) -> None:
-        """Remember the graph of the backward that reaches this output of a root."""
+    def watch_graph(self, calls: GraphCalls, output: Any, page: OpenPage) -> None:
+        """Remember the graph of the backward that reaches this output of a root, and read the loss of that backward."""
         for _, leaf in outputs_of(output):
             if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
                 continue
             for hook in (leaf._backward_hooks or {}).values():
                 known = getattr(hook, "record", None)
                 if isinstance(known, _GraphRecord) and known.gradients() is self:
-                    known.calls = calls
+                    known.calls, known.page = calls, page
                     break
             else:
-                handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls)))  # type: ignore[no-untyped-call]  # likewise
+                handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls, page)))  # type: ignore[no-untyped-call]  # likewise
                 # first: a module that returned this tensor has a hook on it, and an alarm there asks for the graph
                 put_first(handle)
 
@@ -241,13 +244,14 @@ class BackwardHooks:
     # run at once, and each takes the lock before it writes a frame. What a hook raises ends the backward: `backward`
     # raises it in the script.
 
-    def graph_begins(self, calls: GraphCalls) -> None:
+    def graph_begins(self, calls: GraphCalls, page: OpenPage) -> None:
         """A backward has reached an output of a root."""
         if not self._attached:
             return
         with self._progress.faults.within("gradient hook"):
             self.begins(calls.page)
-            if self.graphs.begins(calls):
+            graph = self.graphs.begins(calls)
+            if graph is not None:
                 # Callbacks run in the order in which they were queued, when all nodes have run. DDP queues its own when
                 # its last bucket is ready, and so after this one (torch/csrc/distributed/c10d/reducer.cpp,
                 # mark_variable_ready).
@@ -255,6 +259,11 @@ class BackwardHooks:
                 self.waits = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             elif self.waits and any(graph.within is not None for graph in self.graphs.running):
                 self._read_waiting()  # a backward within this one may add to the same gradients
+            if graph is not None and self.graphs.is_new(graph):
+                with self._progress.lock:
+                    without_modes(self._losses.record, graph, page, self.mark(page))
+        if self._sync:
+            self._judging.finish_and_raise("gradient hook")
 
     def begins(self, page: int) -> None:
         """A backward has reached the outputs of the root of the page with this number."""

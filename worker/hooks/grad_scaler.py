@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import GradScaler
 
+from ...core.frames import FramePhase
 from ...core.recorder.layout import HeadField
 from ..device.device import ToHost, to_host, without_modes
 from ..patches import PatchLedger
@@ -47,6 +48,8 @@ class GradScalerHooks:
         """id of an optimizer -> itself, and its skipped steps since the last one that was not skipped."""
         self._skips = 0
         self._unknown: list[_UnknownStep] = []
+        self._not_read: list[int] = []
+        """Numbers of steps that were not skipped, while numbers of their batches are on their way from a device."""
         self._wrapped: set[type] = set()
         """GradScaler, and the classes derived from it whose methods are wrapped, too."""
         self._last: weakref.ref[Any] | None = None
@@ -139,6 +142,7 @@ class GradScalerHooks:
                 self.collect()
             elif self._progress.step == step:
                 self._judging.finish()  # the scaler has waited for the device itself
+                self.collect()
                 self._skipped(optimizer, step, float(scaler.get_scale()))
             else:
                 self._not_skipped(optimizer, step)
@@ -149,9 +153,11 @@ class GradScalerHooks:
 
         A step is handled only after its gradients have arrived: they may come from another stream.
         """
-        if not self._unknown:
+        if not self._unknown and not self._not_read:
             return True
         self._judging.collect()
+        while self._not_read and not self._judging.is_late(self._not_read[0]):
+            self._read_loss(self._not_read.pop(0))
         # in the order of the steps: "in a row" counts them
         while self._unknown and self._unknown[0].copy.arrived() and not self._judging.is_late(self._unknown[0].step):
             first = self._unknown.pop(0)
@@ -160,11 +166,21 @@ class GradScalerHooks:
                 self._skipped(first.optimizer, first.step, scale)
             else:
                 self._not_skipped(first.optimizer, first.step)
-        return not self._unknown
+        return not self._unknown and not self._not_read
 
     def _not_skipped(self, optimizer: Any, step: int) -> None:
         self._in_a_row.pop(id(optimizer), None)
-        self._judging.take_scaled(step)
+        if self._judging.is_late(step):
+            self._not_read.append(step)
+        else:
+            self._read_loss(step)
+
+    def _read_loss(self, step: int) -> None:
+        """Raise the alarm of a scaled loss that was not finite: a step was not skipped, so its gradients were."""
+        bad = self._judging.take_scaled(step)
+        # in float16 the scaling itself may have made it inf, which no gradient is made of
+        if bad is not None and bad.frame.phase == FramePhase.LOSS and (bad.row.nan or bad.row.dtype != "float16"):
+            self._judging.alarm(bad)
 
     def _skipped(self, optimizer: Any, step: int, scale: float) -> None:
         bad = self._judging.take_scaled(step)

@@ -406,8 +406,8 @@ class ModuleCalls:
                 self._record_inputs(page, args, kwargs)
             if page is not None and not is_again:
                 self._finder.root_returned(page, args, kwargs)
-            if nodes is not None and not raised:
-                without_modes(self._gradients.watch_graph, nodes, output)
+            if nodes is not None and page is not None and not raised:
+                without_modes(self._gradients.watch_graph, nodes, output, page)
             self._running.nodes = None
             if self._explainer.keeps_roots and not (raised or is_again):
                 self._explainer.root_returned(info, args, kwargs)

@@ -94,6 +94,8 @@ class AutogradGraph(NamedTuple):
     """The backward leaves it as it is, or a part of it: the script may go back through it again."""
     losses: tuple[Callable[[], torch.Tensor | None], ...] = ()
     """Weak references to the tensors that the backward has begun from."""
+    accumulates: bool = True
+    """The script has called `backward`, and not `torch.autograd.grad`."""
 
 
 _ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
@@ -129,7 +131,9 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
         kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
         roots, refs = tuple(each.grad_fn for each in losses), tuple(map(weakref.ref, losses))
-        return AutogradGraph(roots, calls, within, kept, refs) if roots else None
+        # `grad` says False (torch/autograd/__init__.py)
+        accumulates = bool(engine.f_locals.get("kwargs", {}).get("accumulate_grad", True))
+        return AutogradGraph(roots, calls, within, kept, refs, accumulates) if roots else None
     finally:
         engine = around = outputs = None
         losses = []
@@ -187,14 +191,18 @@ class GraphHold:
         """Those of the page of this number."""
         return [graph for graph in (*self.running, *self.held) if graph.calls.page == page]
 
-    def begins(self, calls: GraphCalls) -> bool:
-        """A backward has reached these calls. Whether it is known to be no part of another one."""
+    def begins(self, calls: GraphCalls) -> AutogradGraph | None:
+        """A backward has reached these calls. Its graph, if it is known to be no part of another one."""
         # a root may have several outputs, and so this is called several times in one backward: frames are walked once
         graph = running_graph(calls) if not any(graph.calls is calls for graph in self.running) else None
         if graph is None:
-            return False
+            return None
         self.running = [graph, *self.running[: _MOST_RUNNING - 1]]
-        return graph.within is None
+        return graph if graph.within is None else None
+
+    def is_new(self, graph: AutogradGraph) -> bool:
+        """Whether the running backward has reached no other root before the one of this graph, its latest."""
+        return all(known.roots != graph.roots for known in self.running if known is not graph)
 
     def ends(self, has_arrived: bool) -> None:
         """The backward has ended. Hold its graphs if its numbers have not arrived."""

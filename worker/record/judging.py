@@ -459,8 +459,11 @@ _GO_ON = "To go on training after an overflow: --on-overflow continue"
 
 def clause_of(anomaly: Anomaly, made: str = "") -> str:
     """What a rank has found, for the message of its OverflowDetected. `made`: where it was made, as a clause."""
-    module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
+    if anomaly.phase == FramePhase.LOSS:
+        where = f"the loss, after the forward of batch {anomaly.where.batch}"
+        return f"rank {anomaly.where.rank}: {anomaly.value} in {where}{cause}{f'; {made}' if made else ''}"
+    module = module_text(anomaly.module, anomaly.cls)
     is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
     handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
     return (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ....core.frames import format_number
+from ....core.frames import LOSS_MODULE, format_number
 from ....core.values import DTYPE_MAX
 from ..model import ModuleForecast, RunReport
 from ..side_by_side import rank_to_show, side_by_side
@@ -73,7 +73,7 @@ class OutputChart(NamedTuple):
 
 
 def over_the_batches(report: RunReport) -> OutputChart | None:
-    """abs max of the outputs of the verdict's module, over the batches, a line for each rank."""
+    """abs max of the outputs of the verdict's module, or of the loss, over the batches, a line for each rank."""
     history, batch = report.history, report.verdict.batch
     if history is None or batch is None:
         return None
@@ -90,8 +90,9 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
     told = next((each for each in report.forecasts if each.module == history.module), None)
     if told is not None and (told.dtype != history.dtype or not first <= told.batch < min(batch, last)):
         told = None
+    what = f"output of {history.module or 'the root module'}" if history.module != LOSS_MODULE else "loss"
     return _draw(
-        f"abs max of the output of {history.module or 'the root module'}, batch by batch",
+        f"abs max of the {what}, batch by batch",
         f"A line for each of {len(ranks)} ranks; rank {named.rank} is the thick one{others}. "
         f"In batch {batch} it was no longer finite.",
         "batch",

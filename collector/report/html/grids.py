@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ....core.frames import LOSS_MODULE
 from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.verdicts import VerdictKind
@@ -158,7 +159,7 @@ def _from_history(report: RunReport, found: ModulesByRanks) -> HeatMap:
     columns = order[:_MOST_RANKS]
     rows = []
     for n, module in enumerate(found.modules):
-        title = f"{module.module or '(root)'} {module.cls}"
+        title = f"{module.module or '(root)'} {module.cls}" if module.module != LOSS_MODULE else module.module
         cells = [_cell(found.abs_max[at][n], module.dtype) for at, _ in columns]
         rows.append(SideBySideRow(title, module.module, cells))
     return HeatMap(

@@ -12,6 +12,7 @@ from gpuwatch.collector.finish import build, open_store, report_from_store, writ
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.collector.written_report import read_report
+from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
 from gpuwatch.core.wire.messages import AgentMessage, RankHistoryMessage, encode
@@ -31,6 +32,11 @@ def slots_of(batch) -> list[int]:
     """Of what `fc1` and `fc2` returned."""
     found = {(d.module, d.role): d.id for d in batch._definitions if hasattr(d, "role")}
     return [found[batch.module(name), "output"] for name in ("fc1", "fc2")]
+
+
+def slot_of_loss(batch) -> int:
+    """Of what the backward began from."""
+    return next(d.id for d in batch._definitions if getattr(d, "module", None) == batch.module(LOSS_MODULE))
 
 
 DAMAGES = {
@@ -134,3 +140,39 @@ def test_it_is_in_the_store_and_in_report_json(make, tmp_path):
     assert write_report(paths, report) is None
     assert read_report(paths).history == report.history
     assert "batch by batch" in render_html(read_report(paths))
+
+
+def job_of_losses(make, bad=1, *, before=lambda n: 8.0 - n, weight=0.5):
+    """The losses of two ranks over the batches; that of one is nan in the last."""
+    bodies = [make.hello(nproc=2)]
+    for rank in range(2):
+        batch = make.Batch(rank, batch=LAST, page=LAST)
+        x, y = batch.tensor(), batch.tensor(2.0)
+        loss = batch.tensor(make.NAN if rank == bad else 1.0)
+        batch.call("fc", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor(weight)})
+        batch.call("", "Net", given=[x], returned=[y])
+        batch.call(LOSS_MODULE, LOSS_CLASS, returned=[loss], phase=make.Phase.LOSS, parent=None, depth=0)
+        bodies += batch.messages()
+        rows = [[before(n)] for n in range(LAST)] + [[make.NAN if rank == bad else 1.0]]
+        numbers, dtypes = list(range(len(rows))), bytes([DTYPE_CODES["float32"]])
+        slots = [slot_of_loss(batch)]
+        bodies.append(RankHistoryMessage(rank, 0, 0, numbers, numbers, slots, dtypes, pack(codes_of(rows))))
+    bodies.append(make.ended(bad, 1))
+    return [("a0", n, body) for n, body in enumerate(bodies, 1)]
+
+
+def test_the_loss_over_the_batches_on_all_ranks(make):
+    report = report_of(job_of_losses(make))
+    assert (report.verdict.phase, report.verdict.rank) == ("loss", 1)
+    assert report.history.module == LOSS_MODULE
+    series = {each.rank: each.abs_max for each in report.history.ranks}
+    falling = [8.0 - n for n in range(LAST)]
+    assert series == {0: [*falling, 1.0], 1: [*falling, None]}
+    assert report.by_module.ranks == [0, 1]
+    assert "abs max of the loss, batch by batch" in render_html(report)
+
+
+def test_a_loss_that_ran_away_on_all_ranks_is_a_training_that_diverged(make):
+    cause = report_of(job_of_losses(make, before=lambda n: 4.0**n, weight=200.0)).verdict.cause
+    assert cause.kind == "divergence"
+    assert "abs max of the loss went 6.40e+01, 2.56e+02, 1.02e+03, 4.10e+03 in batches 3 to 6" in cause.statement

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef, costs_frames
-from gpuwatch.core.frames import FramePhase, RowKind
+from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE, FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -58,6 +58,19 @@ def batch(writer: RecorderWriter, number: int, value: tuple[int, int, int]) -> N
     writer.frame(
         0, NOTHING, 0, FramePhase.FORWARD.number, 0, [(0, index, 0, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0)]
     )
+    writer.end_page(page)
+
+
+LOSS = [ModuleDef(1, 0, LOSS_MODULE, LOSS_CLASS), SlotDef(1, 1, "output")]
+
+
+def with_loss(writer: RecorderWriter, number: int, output: float, loss: float) -> None:
+    """`fc` returns a tensor, and the batch has a loss behind it."""
+    page = writer.begin_page(0, number, number)
+    writer.resume_page(page)
+    for place, phase, value in ((0, FramePhase.FORWARD, output), (1, FramePhase.LOSS, loss)):
+        row = (place, writer.value(*float32(value)), 0, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0)
+        writer.frame(place, NOTHING, 0, phase.number, 0, [row])
     writer.end_page(page)
 
 
@@ -229,3 +242,17 @@ def test_a_history_that_cannot_be_sent_is_told_when_the_rank_ends(writer, watch,
     monkeypatch.setattr("gpuwatch.launcher.agent.batch_history.RankHistory.messages", fail)
     bodies = [body.event for body in watch.end(1, "itself", 30.0) if isinstance(body, EventMessage)]
     assert [event.part for event in bodies if isinstance(event, OwnFault)] == ["history"]
+
+
+def test_the_loss_of_each_batch_is_in_it_and_is_no_module_near_a_limit(writer, reader):
+    kept = RankHistory(clock=lambda: 0.0)
+    kept.define([*NAMES, *LOSS])
+    for number in range(40):
+        with_loss(writer, number, 1.0, 2.0 ** (3 * number))
+        kept.read(reader, reader.header(), number)
+    kept.finish(reader)
+    (found,) = kept.messages(0, 0)
+    assert found.slots == [0, 1]
+    assert unpack(found)[:, 1].tolist() == [2.0 ** (3 * number) for number in range(40)]
+    assert kept.told(0, 0) == []
+    assert [hot.module for hot in kept.hottest(0, 4)] == ["fc"]

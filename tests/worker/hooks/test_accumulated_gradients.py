@@ -29,7 +29,7 @@ def with_hook(hook) -> nn.Linear:
 
 
 def backward(model, scale=1.0) -> None:
-    (model(X).sum() * scale).backward()
+    model(X).sum().backward(torch.tensor(scale))
 
 
 def recorded(watched) -> list[float]:

@@ -78,7 +78,7 @@ def test_gradient_rows_are_in_the_page_of_their_forward_after_its_frames(watch):
     net()(X).sum().backward()
     (page,) = watched.pages
     assert [frame.index for frame in page.frames] == list(range(len(page.frames)))
-    assert [frame.phase for frame in page.frames] == ["forward"] * 4 + ["backward"] * 7
+    assert [frame.phase for frame in page.frames] == ["forward"] * 4 + ["loss"] + ["backward"] * 7
 
 
 def test_a_parameters_local_gradient_is_its_grad(watch):

@@ -195,7 +195,7 @@ class Tied(nn.Module):
 
 
 def test_of_tied_weights_the_one_whose_part_overflowed_is_named():
-    found = verdict_of(Tied(), torch.zeros(64, dtype=torch.int64), loss=torch.sum)
+    found = verdict_of(Tied(), torch.zeros(64, dtype=torch.int64), loss=lambda out: out.float().sum())
 
     assert (found.module, found.phase, found.value) == ("head", "backward", "+inf"), found
     assert "grad weight of `head` (Linear)" in found.statement

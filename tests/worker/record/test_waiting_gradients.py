@@ -61,7 +61,7 @@ def layers():
 
 
 def backward(model, reader):
-    """A forward and a backward. What the launches of the backward have read."""
+    """A forward and a backward. What the launches of the backward have read; the first one reads the loss."""
     loss = model(torch.ones(2, 4)).sum()
     reader.read_at_once.clear()
     loss.backward()
@@ -76,7 +76,7 @@ def test_they_are_read_by_one_launch_and_have_the_numbers_that_they_had(watched,
     model = layers()
     for _ in range(2):
         model.zero_grad()
-        assert backward(model, reader) == [1] * LAYERS + [2 * LAYERS]  # outputs at once, then all parameters
+        assert backward(model, reader) == [1] + [1] * LAYERS + [2 * LAYERS]  # outputs at once, then all parameters
     found = {f"{name}.{row.role}": row.abs_max for name, row in rows_of(watched) if row.role != "grad output"}
     names = {name.replace(".", ".grad "): parameter.grad for name, parameter in model.named_parameters()}
     assert found == {name: pytest.approx(gradient.abs().max().item()) for name, gradient in names.items()}
@@ -108,7 +108,7 @@ def test_one_that_is_changed_in_the_backward_is_lost_and_none_waits_any_more(wat
     assert [(name, row.role) for name, row in rows_of(watched) if row.abs_max is None] == [("3", "grad weight")]
     assert all(math.isfinite(row.abs_max) for _, row in rows_of(watched) if row.abs_max is not None)
     model.zero_grad()
-    assert backward(model, reader) == [1] * 3 * LAYERS
+    assert backward(model, reader) == [1] + [1] * 3 * LAYERS
 
 
 @pytest.mark.parametrize("how", ["memory", "freed"])
@@ -135,18 +135,18 @@ def test_what_another_hook_gets_is_read_at_once(watched, reader):
 
     model[3].weight.register_post_accumulate_grad_hook(zero)
     backward(model, reader)
-    assert reader.read_at_once == [1] * (LAYERS + 1) + [2 * LAYERS - 1]
+    assert reader.read_at_once == [1] + [1] * (LAYERS + 1) + [2 * LAYERS - 1]
     assert lost(watched) == 0
 
 
 def test_with_process_groups_each_is_read_at_once(watched, reader, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert backward(layers(), reader) == [1] * 3 * LAYERS
+    assert backward(layers(), reader) == [1] + [1] * 3 * LAYERS
 
 
 def test_large_ones_do_not_wait(watched, reader, monkeypatch):
     monkeypatch.setattr(device_buffer, "_MOST_HELD", 100)  # bytes: those of a layer have 80
-    assert backward(layers(), reader) == [1, 1, 4, 1, 1, 4]
+    assert backward(layers(), reader) == [1, 1, 1, 4, 1, 1, 4]
 
 
 def test_a_backward_that_fails_leaves_none_behind(watched, reader):
