@@ -162,14 +162,12 @@ class Walk:
     def walk(self) -> None:
         """Run all of it, and note what is not as shown."""
         for command in BEFORE.get(name_of(self.page), ()):
-            self.run(command)
+            self._run_whole(command)
         for block in blocks(self.page):
             run, shown = block.parts()
             for command in run:
                 if not why_not(self.page, command) and (OPTIONAL not in command or shutil.which(OPTIONAL, path=PATH)):
-                    self.run(command)
-                    if "\nVERDICT  " in self.printed[-1] and ENDS_AS_THE_RUN.search(command):
-                        self.run("gpuwatch report --all")  # a page may show more than one screen has
+                    self._run_whole(command)
             everything = [masked(text) for text in self.printed]
             compared = [paragraph for paragraph in shown if not why_not(self.page, paragraph)]
             for paragraph in compared:
@@ -180,6 +178,12 @@ class Walk:
         for group in self.groups:  # jobs in the background
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGTERM)
+
+    def _run_whole(self, command: str) -> None:
+        """Run it, and after a job its whole report: a page may show more than one screen has."""
+        self.run(command)
+        if "\nVERDICT  " in self.printed[-1] and ENDS_AS_THE_RUN.search(command):
+            self.run("gpuwatch report --all")
 
     def write(self) -> None:
         """Put in what was printed."""
