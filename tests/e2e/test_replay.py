@@ -123,7 +123,9 @@ def test_what_is_not_captured_is_told_and_changes_nothing(bench):
     assert run.verdict["capture"]["refused"] == why
     assert run.verdict["statement"] == before["statement"]
     assert run.verdict["operation"] == before["operation"]
-    assert f"not written: {why}" in " ".join(run.stderr.split())
+    whole = (bench.cwd / "gpuwatch-runs" / "latest" / "report.txt").read_text()
+    assert f"not written: {why}" in " ".join(whole.split())
+    assert "threads.py" not in whole, "a line of gpuwatch's own is no line of the script"
     refused = bench.gpuwatch("replay")
     assert refused.code == 2
     assert "--capture-max" in refused.stderr

@@ -46,7 +46,8 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_p
 _WHOLLY = ("copy_", "fill_", "zero_")
 _weak = name_in_torch("torch.UntypedStorage._weak_ref")
 _free_weak = name_in_torch("torch.UntypedStorage._free_weak_ref")
-_NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
+_PACKAGE = Path(__file__).parents[2]
+_NOT_OF_USER = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, _PACKAGE / "worker", _PACKAGE / "core"))
 _WITHOUT_FILE = ("<ipython", "<stdin>")
 """Names in brackets that stand for code of the user's. Others are generated code."""
 _STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + "/", ("/site-packages/", "/dist-packages/")
