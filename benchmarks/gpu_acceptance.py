@@ -37,7 +37,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def main() -> int:
     lines, goes_on = list(options.lines), options.after is not None or options.quick == max(QUICK)
     if options.after is not None:
         lines = lines[lines.index(options.after) + 1 :]
-    found = Findings(options.json, options.device, kept=[] if not goes_on else rows_in(options.json, lines))
+    kept = rows_in(options.json, lines) if goes_on else []
+    found = Findings(options.json, options.device, kept, machine(options.device))
     with tempfile.TemporaryDirectory(prefix="gpuwatch-acceptance-") as folder:
         environment = environment_of(options.device, folder)
         if options.tests and options.device == "cuda":
@@ -105,14 +106,9 @@ class Findings:
 
     file: Path
     device: str
-    kept: list[tuple[str, Row]]
-    """Of earlier calls."""
-    own: list[tuple[str, Row]] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[tuple[str, Row]]:
-        """(name of the line, row)"""
-        return [*self.kept, *self.own]
+    rows: list[tuple[str, Row]]
+    """(name of the line, row); at first those of earlier calls."""
+    machine: str
 
     @property
     def markdown(self) -> Path:
@@ -131,10 +127,10 @@ class Findings:
     def add(self, name: str, rows: Iterable[Row]) -> None:
         """Write and print each row as it comes."""
         for row in rows:
-            self.own.append((name, row))
+            self.rows.append((name, row))
             document = {
                 "device": self.device,
-                "machine": machine(self.device),
+                "machine": self.machine,
                 "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "rows": [{"line": name, **asdict(row)} for name, row in self.rows],
             }
@@ -178,13 +174,13 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.tests = False
-        options.lines = chosen(";".join(QUICK[options.quick]))
+        options.lines = chosen(",".join(QUICK[options.quick]))
     if options.minutes is None:
         options.minutes = _QUICK_MINUTES if options.quick else float("inf")
     if options.after is not None:
         names = [line.name for line in options.lines]
         if options.after not in names:
-            parser.error(f"argument --after: expected one of {'; '.join(names)}, found {options.after!r}")
+            parser.error(f"argument --after: expected one of {', '.join(names)}, found {options.after!r}")
         options.after = options.lines[names.index(options.after)]
         options.tests = False
     if options.rehearsal:
@@ -193,9 +189,9 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(text: str) -> list[Line]:
-    """Lines by their names, with commas between them; with semicolons where a name has a comma."""
+    """Lines by their names, with commas between them."""
     by_name = {line.name: line for line in LINES}
-    names = [name.strip() for name in text.split(";" if ";" in text or text in by_name else ",")]
+    names = [name.strip() for name in text.split(",")]
     if wrong := [name for name in names if name not in by_name]:
         raise argparse.ArgumentTypeError(f"expected lines of {', '.join(by_name)}, found {wrong[0]!r}")
     return [by_name[name] for name in names]

@@ -18,11 +18,14 @@ tests/worker/test_own_errors.py finds code that does not. worker/native/errors.c
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def from_outside(error: BaseException) -> bool:
@@ -54,6 +57,22 @@ class suppress_own(suppress):  # as contextlib.suppress, in whose place it stand
     ) -> bool:
         """Whether the error ends here."""
         return error is not None and bool(super().__exit__(kind, error, trace)) and not from_outside(error)
+
+
+def then_put_back(run: Callable[[], T], put_back: Callable[[], object]) -> T:
+    """Call `run`, and then `put_back`, which is called once more where a signal's handler has raised within it.
+
+    It is no context manager: a handler could raise between the parts of one, and then nothing would be put back.
+    """
+    try:
+        result = run()
+    finally:
+        try:
+            put_back()
+        except BaseException:
+            put_back()
+            raise
+    return result
 
 
 def _has_interrupted_its_caller(frame: FrameType) -> bool:

@@ -11,7 +11,7 @@ from ...core.identity import is_rank, pid_of_number, rank_name
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank
-from ..report.rank_states import signal_name as signal_name
+from ..report.rank_states import signal_name
 from ..report.sentence_parts import badness, coarse_share_text
 
 _COMPILED = (

@@ -474,7 +474,7 @@ class DeviceStatsBuffer:
             finally:
                 self.is_busy, self.takes = is_busy, takes
         if self._copies.of_segment:
-            self._recorder.pass_over(self._is_busy)
+            self._recorder.pass_over(self._may_be_written)
 
     def _keep_unsent(self, values_at: int, page: int) -> None:
         if self._unsent is None:
@@ -548,7 +548,7 @@ class DeviceStatsBuffer:
         buffer.rows = rows  # they were reset by `pack`
         return packed
 
-    def _is_busy(self, values_at: int) -> bool:
+    def _may_be_written(self, values_at: int) -> bool:
         """Whether the device may still write into a segment, whose values begin here."""
         if values_at in self._copies.of_segment:
             without_modes(self._copies.take_arrived, self._buffers.values())

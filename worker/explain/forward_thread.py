@@ -23,7 +23,7 @@ from ...core.frames import Row, format_number
 from ...core.guest.tell import is_leaving
 from ...core.guest.threads import SECOND_RUN, AwaitedThread
 from ...core.roles import RoleKind
-from ...core.signal_errors import suppress_own
+from ...core.signal_errors import suppress_own, then_put_back
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
@@ -185,10 +185,7 @@ class _KeptState:
         self._watch, self._gpu, self._numpy = watch, gpu_in_use(), sys.modules.get("numpy")
         self._of_python = random.getstate()
         self._of_numpy = self._numpy.random.get_state() if self._numpy is not None else None
-        self._of_cpu, self._of_gpu = torch.get_rng_state(), None
-        if self._gpu is not None:
-            self._device = self._gpu.current()
-            self._of_gpu = getattr(torch, self._gpu.type).get_rng_state(self._device)
+        self._of_torch = random_numbers()
         holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
         self._tables = [(table, dict(table)) for table in holders]
         self._fast = torch.backends.mha.get_fastpath_enabled()
@@ -200,9 +197,12 @@ class _KeptState:
         warnings.simplefilter("ignore")
         torch.backends.mha.set_fastpath_enabled(self._fast and not torch.is_grad_enabled())
         if start is not None:
-            torch.set_rng_state(start.cpu)
-            if start.gpu is not None and self._gpu is not None:
-                self._gpu.set_random_state(start.gpu)
+            self._set_of_torch(start)
+
+    def _set_of_torch(self, numbers: RandomNumbers) -> None:
+        torch.set_rng_state(numbers.cpu)
+        if numbers.gpu is not None and self._gpu is not None:
+            self._gpu.set_random_state(numbers.gpu)
 
     def put_back(self) -> None:
         """May be called again where a signal's handler has raised within it."""
@@ -214,9 +214,7 @@ class _KeptState:
             for key, value in before.items():  # one by one: the tables of a ScriptModule have no `update`
                 if key not in table or table[key] is not value:
                     table[key] = value
-        torch.set_rng_state(self._of_cpu)
-        if self._gpu is not None:
-            getattr(torch, self._gpu.type).set_rng_state(self._of_gpu, self._device)
+        self._set_of_torch(self._of_torch)
         random.setstate(self._of_python)
         if self._numpy is not None:
             self._numpy.random.set_state(self._of_numpy)
@@ -227,21 +225,15 @@ class _KeptState:
 def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None, run: Callable[[], T]) -> T:
     """Call `run`. Afterwards all is as before: random numbers, attributes and buffers of a module and of those in it.
 
-    Within it torch's generators begin at `start`. It is no context manager: a signal's handler could raise between its
-    parts, and then nothing would be put back.
+    Within it torch's generators begin at `start`.
     """
     kept = _KeptState(module, watch)
-    put_back = kept.put_back
-    try:
+
+    def go() -> T:
         kept.begin(start)
-        result = run()
-    finally:
-        try:
-            put_back()
-        except BaseException:
-            put_back()
-            raise
-    return result
+        return run()
+
+    return then_put_back(go, kept.put_back)
 
 
 # `gpuwatch.explain(module, x)`: which operation of this forward makes inf or nan, and which come close to it.

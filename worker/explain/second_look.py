@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -93,24 +94,18 @@ class SecondLook:
             return LookedAgain(same_step=False, graph=graph) if graph else None
         self._late_passed.collect()  # the readings of that call have arrived, too
         found = without_modes(_look_again, root, module)
-        last = self._steps.last()
         same_step = self._progress.step == bad.page.step
         changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
         role, own_code = without_modes(self._own_code_of, bad, module)
         of_backward = bad.frame.phase in ("backward", "collective")
         parameter = self._parameter_of(bad)
         element, update, reduced = without_modes(self._elements_of, bad, parameter)
-        losses = self._losses_of(bad) if of_backward else []
-        values = [without_modes(numbers_of, loss)[0] for loss in losses]
         return msgspec.structs.replace(
             found,
-            optimizer=last,
+            **self._beside(bad, self._losses_of(bad) if of_backward else []),
             changed=changed,
-            same_step=same_step,
             graph=graph,
-            loss_scale=self._scalers.scale_in_use(),
             bad_weight=bad_weight,
-            threads=self._running.page_with_threads == bad.page.number,
             own_code=own_code,
             own_code_of=role,
             left=of_backward and parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number),
@@ -120,30 +115,33 @@ class SecondLook:
             element=element,
             update=update,
             reduced=reduced,
-            losses=values,
-            script=self._script_of(bad, losses, values),
         )
+
+    def _beside(self, bad: NonFiniteRow, losses: list[torch.Tensor]) -> dict[str, Any]:
+        """Fields of a LookedAgain: the step and what it has of the script, whatever the alarm is about."""
+        values = [without_modes(numbers_of, loss)[0] for loss in losses]
+        return {
+            "optimizer": self._steps.last(),
+            "same_step": self._progress.step == bad.page.step,
+            "loss_scale": self._scalers.scale_in_use(),
+            "threads": self._running.page_with_threads == bad.page.number,
+            "losses": values,
+            "script": self._script_of(bad, losses, values),
+        }
 
     def _of_loss(self, bad: NonFiniteRow) -> LookedAgain:
         """The script's variables, and what the loss may have used that no frame shows."""
-        losses = self._losses_of(bad)
-        values = [numbers_of(loss)[0] for loss in losses]
         graphs = [each for each in self._gradients.graphs.of(bad.page.number) if each.within is None]
         graph = graphs[0] if len(graphs) == 1 else None  # on a device, another backward may have begun since
         shown = shown_in(self._own.frames(bad.page))
         called = [info for info in self._roots.infos if info.page is not None and info.page.step == bad.page.step]
         held = (each for info in called if (root := info.ref()) is not None for each in _held(root))
         return LookedAgain(
-            optimizer=self._steps.last(),
-            same_step=self._progress.step == bad.page.step,
+            **self._beside(bad, self._losses_of(bad)),
             graph=self._graph_of_loss(graph) if graph is not None else [],
-            loss_scale=self._scalers.scale_in_use(),
-            threads=self._running.page_with_threads == bad.page.number,
             own_code=sources_of_loss(graph, shown) if graph is not None else [],
             own_code_of=bad.row.role if graph is not None else "",
             held=list(islice(dict.fromkeys(held), _MOST)),
-            losses=values,
-            script=self._script_of(bad, losses, values),
         )
 
     def _graph_of_loss(self, graph: AutogradGraph) -> list[GraphNode]:

@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from ...core.events import RunPosition
 from ...core.frames import FramePhase
 from ...core.recorder.layout import NOTHING, HeadField
+from ...core.signal_errors import then_put_back
 from ..patches import PatchLedger
 from ..record.autograd_graph import GraphCalls
 from ..record.names import CALL
@@ -209,13 +210,16 @@ class GlobalHooks:
             fields[HeadField.HOOKS_GONE] += 1
 
     def without_ours(self, run: Callable[[], T]) -> T:
-        """Call `run` without our hooks on modules and optimizers. Then these are back at their places among others'.
-
-        It is no context manager: a signal's handler could raise between its parts, and the hooks would stay away.
-        """
+        """Call `run` without our hooks on modules and optimizers. Then these are back at their places among others'."""
         ours = {handle.id for handle in self.handles}
         tables = [table for handle in self.handles if (table := handle.hooks_dict_ref()) is not None]
         before = [dict(table) for table in tables]
+
+        def go() -> T:
+            for table in tables:
+                for each in ours & table.keys():
+                    del table[each]
+            return run()
 
         def put_back() -> None:
             theirs = ours & {handle.id for handle in self.handles}  # they may have been detached since
@@ -229,18 +233,7 @@ class GlobalHooks:
                         del table[each]
                     table[each] = hook
 
-        try:
-            for table in tables:
-                for each in ours & table.keys():
-                    del table[each]
-            result = run()
-        finally:
-            try:
-                put_back()
-            except BaseException:
-                put_back()
-                raise
-        return result
+        return then_put_back(go, put_back)
 
     def detach(self) -> None:
         """Remove them."""

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.guest.threads import SECOND_RUN, AwaitedThread
+from gpuwatch.core.signal_errors import then_put_back
 from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.tests.waiting import until
 from gpuwatch.worker.explain import forward_thread
@@ -23,7 +24,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 CODES = all_of(forward_thread._KeptState, kept_as_it_is, ForwardThread.run, AwaitedThread, GlobalHooks.without_ours)
-CODES |= all_of(warnings.catch_warnings, OperationWatch.restore, torch.get_rng_state, torch.set_rng_state)
+CODES |= all_of(
+    then_put_back, warnings.catch_warnings, OperationWatch.restore, torch.get_rng_state, torch.set_rng_state
+)
 
 
 class Told(Exception):
