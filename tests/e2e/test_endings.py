@@ -93,7 +93,10 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
 @pytest.mark.parametrize(
     ("how", "nproc", "operation"),
     [
-        pytest.param("backward", 2, "the backward's reduction of gradients", marks=pytest.mark.comes_first),
+        pytest.param(
+            *("backward", 2, "the backward's reduction of gradients"),
+            marks=[pytest.mark.slow, pytest.mark.sample(1), pytest.mark.comes_first],
+        ),
         *(
             pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sample(1, of="an abort")])
             for case in (

@@ -132,7 +132,6 @@ SICK = [
 
 
 @pytest.mark.quick(3)
-@pytest.mark.quick(3)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("line", "check", "expected", "words"), SICK, ids=[line for line, *_ in SICK])
 def test_each_sickness_is_found_on_the_gpu_that_has_it_and_only_there(nvml, line, check, expected, words):

@@ -128,8 +128,7 @@ def train(cls, *, batches=3, spoil=None, **how):
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.quick(1)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual, Noting])
@@ -174,8 +173,7 @@ class ChangedInPlace(Plain):
             self.block.up.bias.fill_(-2)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan], ids=str)
