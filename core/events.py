@@ -444,7 +444,10 @@ class ForwardCaptured(RankEvent, frozen=True, tag="captured"):
 
 
 class RangeWarning(RankEvent, frozen=True, tag="warned"):
-    """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
+    """A value near overflow or in underflow: the first of its kind in one row of one module.
+
+    All are finite but a loss of float16 (core/judge.py).
+    """
 
     kind: str
     """`near overflow` or `underflow`"""

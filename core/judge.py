@@ -21,7 +21,9 @@ Recorded, and no alarm:
   returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
   absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind it (bad_values.py).
 
-A loss is an alarm if it is not finite, -inf included. A value that a module has returned comes before it.
+A loss is an alarm if it is not finite, -inf included. A value that a module has returned comes before it. No alarm is
+an inf in float16: a loss of 70 times a script's own scale of 1024 is one, and the gradients that the script trains with
+are made of the scale alone. They are alarms themselves if they are not finite.
 """
 
 from __future__ import annotations
@@ -94,11 +96,18 @@ def judge(
                 hidden.append(row)
             elif row.mark & RowMark.SCALED and (of_loss or row.role_kind in GRADIENTS) and scaled is None:
                 scaled = row
+            elif of_loss and may_be_scaling(row) and limits.near_overflow > 0:
+                warnings.append(("near overflow", row))
         elif row.value not in returned and not of_loss:
             kind = _warning(row, limits)
             if kind is not None:
                 warnings.append((kind, row))
     return FrameJudgement(_alarm(frame, waived), tuple(hidden), scaled, tuple(warnings))
+
+
+def may_be_scaling(loss: Row) -> bool:
+    """Whether the scale alone may have made a loss non-finite, which no gradient is made of."""
+    return loss.dtype == "float16" and bool(loss.flags) and not loss.nan
 
 
 class PageSoFar:
@@ -161,8 +170,10 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
             continue
         # -inf of what a module with weights was handed may be no sign of an overflow; +inf times a weight is -inf, too
         of_mask = not weights or (input_flags and not input_flags & NonFinite.POSINF)
-        of_mask = of_mask and frame.phase != FramePhase.LOSS
-        if returned and row.flags == NonFinite.NEGINF and of_mask:
+        if frame.phase == FramePhase.LOSS:
+            if may_be_scaling(row):
+                continue
+        elif returned and row.flags == NonFinite.NEGINF and of_mask:
             continue
         return row
     return None

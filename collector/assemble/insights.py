@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy
 
 from ...core.errors import Code
-from ...core.frames import FramePhase, RowMark
+from ...core.frames import LOSS_MODULE, FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_MAX
@@ -53,6 +54,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         lambda: unlike_replicas(facts, ranks),
         lambda: scaler_collapsing(ranks),
         lambda: growth(ranks),
+        lambda: infinite_losses(ranks),
         lambda: warned_rows(ranks),
         lambda: ranks_unlike(opened),
         lambda: dead_modules(opened),
@@ -121,9 +123,24 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     yield _insight(Code.SCALER_COLLAPSING, text + first, bad, modules, since)
 
 
+def infinite_losses(ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """Losses of float16 that were inf, where no gradient was (core/judge.py)."""
+    healthy = (rank for rank in ranks if rank.diagnosis is None)
+    first = {rank.rank: row for rank in healthy for row in reversed(rank.warned) if row.phase == FramePhase.LOSS}
+    if first:
+        since = min(row.where.batch for row in first.values())
+        where = where_text(first, [rank.rank for rank in ranks])
+        text = (
+            f"the loss was inf in float16 {where} since batch {since}: no alarm, as no gradient was inf or nan with it"
+        )
+        mend = "If no scale of the script's makes it inf, compute the loss in float32."
+        insight = _insight(Code.NEAR_OVERFLOW, text, first, [LOSS_MODULE], since)
+        yield msgspec.structs.replace(insight, next=mend)
+
+
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """One for each kind and dtype, of gradients and of outputs apart."""
-    rows = ((rank.rank, warned) for rank in ranks for warned in rank.warned)
+    rows = ((rank.rank, row) for rank in ranks for row in rank.warned if row.phase != FramePhase.LOSS)
     groups = grouped(rows, lambda row: (row[1].kind, row[1].dtype, parse_role(row[1].role).kind in GRADIENTS))
     for (kind, dtype, is_gradient), group in sorted(groups.items()):
         numbers, warnings = zip(*group, strict=True)

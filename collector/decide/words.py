@@ -137,9 +137,10 @@ def warning_text(warned: RangeWarning) -> str:
 
 
 def _amount_text(warned: RangeWarning) -> str:
-    if warned.kind == "near overflow" and warned.headroom is not None:
+    if warned.kind == "near overflow":
         size = f"abs max {number_text(warned.abs_max)}"
-        return f"{size}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+        left = f"{warned.headroom:.1f} powers of two below" if warned.headroom is not None else "beyond"
+        return f"{size}, {left} {warned.dtype}'s limit"
     shares = ((warned.subnormals, "subnormal"), (warned.zeros, "zeros"))
     text = ", ".join(f"{coarse_share_text(share)} {what}" for share, what in shares if share)
     return f"{text or 'lost precision'} in {warned.dtype}"

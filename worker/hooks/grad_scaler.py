@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.frames import FramePhase
+from ...core.judge import may_be_scaling
 from ...core.recorder.layout import HeadField
 from ..device.device import ToHost, to_host, without_modes
 from ..patches import PatchLedger
@@ -178,8 +179,7 @@ class GradScalerHooks:
     def _read_loss(self, step: int) -> None:
         """Raise the alarm of a scaled loss that was not finite: a step was not skipped, so its gradients were."""
         bad = self._judging.take_scaled(step)
-        # in float16 the scaling itself may have made it inf, which no gradient is made of
-        if bad is not None and bad.frame.phase == FramePhase.LOSS and (bad.row.nan or bad.row.dtype != "float16"):
+        if bad is not None and bad.frame.phase == FramePhase.LOSS and not may_be_scaling(bad.row):
             self._judging.alarm(bad)
 
     def _skipped(self, optimizer: Any, step: int, scale: float) -> None:

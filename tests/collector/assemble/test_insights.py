@@ -94,6 +94,18 @@ def test_near_overflow_names_the_nearest(make):
     assert "of `down`, rank 1, batch 7" in found.text
 
 
+def test_a_loss_of_float16_that_was_inf_is_told(make):
+    rows = [
+        RangeWarning(
+            make.where(rank, batch=4 + rank), "near overflow", "(loss)", "backward", "loss", "output", "float16"
+        )
+        for rank in range(2)
+    ]
+    (found,) = insights_of([make.hello(nproc=2), *map(EventMessage, rows)])
+    assert (found.kind, found.ranks, found.modules, found.since) == ("near_overflow", [0, 1], ["(loss)"], 4)
+    assert found.text.startswith("the loss was inf in float16 on both ranks since batch 4: no alarm")
+
+
 def test_a_scale_that_only_falls(make):
     skips = [
         ScalerSkip(make.where(0, batch=n), 2.0**-n, n + 1, "fc", "Linear", "grad weight", "+inf") for n in range(12)

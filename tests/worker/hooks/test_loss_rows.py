@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import RangeWarning
 from gpuwatch.core.frames import RowMark
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -110,6 +111,37 @@ def test_the_job_ends_before_the_step(watch, way):
     with pytest.raises(OverflowDetected, match="-inf in the loss"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def scaled_by_hand(out, scale=1024.0):
+    return (out.sum().half() + 70) * scale
+
+
+def test_a_scale_of_the_scripts_own_may_make_it_inf_in_float16(watch, way):
+    """70 * 1024 is inf in float16, and the gradients that the script trains with are made of 1024 alone."""
+    watched = watch(on_overflow="abort")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(2):
+        scaled_by_hand(model(X)).backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        optimizer.step()
+    assert losses(watched) == [math.inf, math.inf]
+    assert alarms(watched) == []
+    (warned,) = watched.of(RangeWarning)
+    assert (warned.kind, warned.phase, warned.module, warned.abs_max) == ("near overflow", "loss", "(loss)", math.inf)
+
+
+def test_its_gradients_are_an_alarm_if_they_are_inf(watch):
+    watched = watch()
+    scaled_by_hand(net()(X), scale=torch.tensor(math.inf, dtype=torch.float16)).backward()
+    assert [alarm[0] for alarm in alarms(watched)] == ["backward"]
+
+
+def test_nan_in_float16_is_an_alarm(watch):
+    watched = watch()
+    ((net()(X).sum().half() + 70) * 1024 + math.inf * ZERO.half()).backward()
+    assert [alarm[:3] for alarm in alarms(watched)] == [("loss", "(loss)", "nan")]
 
 
 # -- what is a loss -----------------------------------------------------------------------------------------------
