@@ -11,7 +11,7 @@ from gpuwatch.core.recorder.group_table import GroupPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.tests.interruptions import all_of, interrupt
-from gpuwatch.worker.hooks.group_hooks import GroupHooks
+from gpuwatch.worker.hooks.group_hooks import METHODS, GroupHooks
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
 from gpuwatch.worker.record import group_slots
 from torch import distributed as dist
@@ -26,13 +26,21 @@ def tell(number=1, frame=None):
 
 
 @pytest.fixture
-def table(tmp_path, alone_in_a_group, monkeypatch):
-    """The table of a rank whose methods are those in Python, and its reader."""
+def bare_table(tmp_path, alone_in_a_group, monkeypatch):
+    """The table of a rank in which nothing is replaced yet, and its reader."""
     monkeypatch.setattr("gpuwatch.worker.hooks.process_groups.from_outside", lambda error: isinstance(error, Told))
     monkeypatch.setattr("gpuwatch.worker.hooks.group_hooks.from_outside", lambda error: isinstance(error, Told))
     recorder = RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0, segments=2)
     reader = RecorderReader(recorder.path)
-    groups, faults = group_slots.GroupTable(recorder), []
+    yield SimpleNamespace(groups=group_slots.GroupTable(recorder), reader=reader, faults=[])
+    reader.close()
+    recorder.close()
+
+
+@pytest.fixture
+def table(bare_table):
+    """The same whose methods are those in Python."""
+    groups, faults = bare_table.groups, bare_table.faults
     patches = CollectivePatches(groups, lambda part, error: faults.append(error), native=False)
     patches.attach()
 
@@ -44,10 +52,8 @@ def table(tmp_path, alone_in_a_group, monkeypatch):
         found.enter(0, dist.group.WORLD)
         return found
 
-    yield SimpleNamespace(groups=groups, reader=reader, faults=faults, writer=writer)
+    yield SimpleNamespace(**vars(bare_table), writer=writer)
     patches.detach()
-    reader.close()
-    recorder.close()
 
 
 def state(table):
@@ -128,4 +134,74 @@ def test_torchs_hook_of_a_group_takes_back_what_it_has_counted(table, native):
     counted, shown = state(table)
     assert shown.begun == counted == 1
     assert shown.phase == GroupPhase.NONE.name.lower()
+    assert table.faults == []
+
+
+class OfTheScript(torch.Tensor):
+    """What a tensor of a class of the script's holds is read by Python, where a handler may run."""
+
+
+@pytest.mark.parametrize(("times", "noted"), [(1, 1), (16, 1), (17, 0)])
+def test_a_note_in_c_that_a_handler_interrupts_is_begun_again(bare_table, monkeypatch, times, noted):
+    """The operation is issued once and counted once, and what the handler has raised comes after it."""
+    table, calls = bare_table, []
+
+    def interrupted(tensor):
+        calls.append(tensor)
+        if len(calls) <= times:
+            signal.raise_signal(signal.SIGUSR1)
+        return group_slots.described(tensor)
+
+    monkeypatch.setattr("gpuwatch.worker.hooks.process_groups.described", interrupted)
+    patches = CollectivePatches(table.groups, lambda part, error: table.faults.append(error))
+    patches.attach()
+    before = signal.signal(signal.SIGUSR1, tell)
+    try:
+        if table.groups.native is None:
+            pytest.skip("not built")
+        with pytest.raises(Told):
+            dist.all_reduce(torch.ones(2).as_subclass(OfTheScript))
+        assert len(calls) == min(times + 1, 17)
+        assert dist.group.WORLD._get_sequence_number_for_group() == 1
+        assert [(shown.begun, shown.phase) for shown in table.reader.groups()] == [(noted, "none")]
+        dist.all_reduce(torch.ones(2))  # what was not noted is counted with the next one
+        counted, shown = state(table)
+        assert (shown.begun, counted, shown.phase, shown.recent[-1].number) == (2, 2, "none", 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        patches.detach()
+    assert table.faults == []
+
+
+@pytest.mark.parametrize(("times", "tries", "counted"), [(1, 2, 2), (16, 17, 2), (17, 17, 1)])
+def test_a_message_in_c_that_a_handler_interrupts_is_counted_once(bare_table, monkeypatch, times, tries, counted):
+    """The rest of its note is begun again: with which rank it is, and how many there were."""
+    table, calls, sent = bare_table, [], []
+    messages = table.groups.messages
+    begun = messages.begun
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) <= times:
+            signal.raise_signal(signal.SIGUSR1)
+        return begun(*given)
+
+    monkeypatch.setattr(messages, "begun", interrupted)
+    patches = CollectivePatches(table.groups, lambda part, error: table.faults.append(error))
+    patches.attach()
+    before = signal.signal(signal.SIGUSR1, tell)
+    try:
+        if table.groups.native is None:
+            pytest.skip("not built")
+        (of_send,) = (method for method in METHODS if method.name == "send")
+        send = patches._instead_of(lambda *given: sent.append(given), of_send)
+        with pytest.raises(Told):
+            send(dist.group.WORLD, [torch.ones(2)], 0, 5)
+        send(dist.group.WORLD, [torch.ones(3)], 0, 5)
+        assert (len(calls), len(sent)) == (tries + 1, 2)
+        assert [*table.groups.messages_by_peer()[0].values()] == [{0: counted}]
+        assert [(shown.begun, shown.phase) for shown in table.reader.groups()] == [(0, "none")]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        patches.detach()
     assert table.faults == []
