@@ -9,9 +9,9 @@ from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.recorder.stalls import ANSWER_S
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
-from .decide.hang_finding import HangAction, ending_of, find_hang
-from .decide.hang_model import HangFinding, has_left
-from .decide.silent_nodes import with_silent_nodes
+from .ends.hang_finding import HangAction, ending_of, find_hang
+from .ends.hang_model import HangFinding, has_left
+from .ends.silent_nodes import with_silent_nodes
 
 # The first node to report a rank owns it for that attempt. A node owns no more ranks than its hello announced.
 #

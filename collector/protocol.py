@@ -28,7 +28,7 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
-from .decide.silent_nodes import node_text, ranks_by_host
+from .ends.silent_nodes import node_text, ranks_by_host
 
 SILENT_S = 20.0
 """An agent beats twice a second. After this silence it counts as lost until it is heard again."""

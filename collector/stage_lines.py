@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..core.events import PreflightBegan, PreflightResult, PreflightStage
 from ..core.wire.messages import AgentBody, AgentHello, EventMessage
 from ..core.wire.pipe import PreflightOver, StageLine
-from .decide.missing_nodes import unheard_hosts
 from .decide.preflight_verdict import finding_line, findings_of, seconds_of, stage_order, worst
+from .ends.missing_nodes import unheard_hosts
 from .facts.facts import RankFacts
 from .facts.fold import FactFold
 from .report.sentence_parts import counted

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from ..core.errors import Code, coded
-from .decide.missing_nodes import missing_nodes, unequal_nodes
+from .ends.missing_nodes import missing_nodes, unequal_nodes
 from .facts.fold import FactFold
 
 FIRST_S = 20.0

@@ -11,12 +11,12 @@ from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosi
 from ...core.frames import Page
 from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
-from ..decide.ending_verdict import ending_text
-from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import fields_of, scaler_of, waived_of, worst_first
+from ..ends.ending_verdict import ending_text
+from ..ends.hang_verdict import hang_verdict
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import fields_of, scaler_of, waived_of, worst_first
 from ..report import model
 from ..report.model import RunInfo
 from ..report.sentence_parts import thread_text

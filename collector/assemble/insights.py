@@ -14,10 +14,10 @@ from ...core.roles import GRADIENTS, parse_role
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_MAX
 from ..decide.odd_replicas import odd_tensors
-from ..decide.replicas import peers_of
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
+from ..facts.replicas import peers_of
 from ..report.model import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
 from .timeline import forecasts_of, limit_text, passing_text

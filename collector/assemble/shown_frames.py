@@ -11,9 +11,9 @@ from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
-from ..decide.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
+from ..facts.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
 from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
 
 # Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank.

@@ -1,1 +1,1 @@
-"""All ranks: the verdict, its evidence, its order and its words. Pure."""
+"""All ranks: the verdict, in the order of its rules, and that of an overflow, a preflight and a clean run. Pure."""

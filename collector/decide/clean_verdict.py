@@ -18,9 +18,9 @@ from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import doing, step_for_compiled, warning_text, whose, worst_first
 from ..report.model import Verdict
 from ..report.sentence_parts import counted, grouped, ranks_text
-from .words import doing, step_for_compiled, warning_text, whose, worst_first
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
 

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from ...core.gpu.counters import XIDS
 from ...core.known_errors import explain
 from ...core.verdicts import Certainty, VerdictKind
+from ..ends.hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
 from ..facts.log_facts import LogFacts, LoggedXid, RaisedError, TimedOutWork
 from ..facts.log_lines import LogLine
+from ..facts.words import first_line
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text
-from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
-from .words import first_line
 
 _SIGNALS = (-11, -7, -4, -8)
 """SIGSEGV, SIGBUS, SIGILL, SIGFPE: a process does them to itself. SIGKILL and SIGABRT may follow from others."""

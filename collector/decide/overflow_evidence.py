@@ -10,15 +10,15 @@ from ...core.identity import rank_name
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
+from ..ends.missing_nodes import unheard_nodes
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
+from ..facts.replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
 from .clean_verdict import doubts_about
-from .missing_nodes import unheard_nodes
 from .overflow_words import is_alike, wild_line
-from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 
 _MAX_LINES = 8
 

@@ -14,13 +14,16 @@ from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
 from ...core.verdicts import Certainty
+from ..cause.backward_cause import bad_variable
+from ..cause.cause import cause_of
+from ..cause.cause_clues import CauseClues
+from ..cause.training_cause import of_growth
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.replicas import OddWeight, odd_weight, page_of, run_the_same_model
+from ..facts.words import between_text, cascade_of, step_for_compiled, whose
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .backward_cause import bad_variable
-from .cause import cause_of
-from .cause_clues import CauseClues
 from .clean_verdict import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
@@ -38,10 +41,7 @@ from .overflow_words import (
     sentence,
 )
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
-from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .training_cause import of_growth
 from .unlike_ranks import unlike_tensor
-from .words import between_text, cascade_of, step_for_compiled, whose
 
 _TIERS = (
     ("made", "changed", "buffer"),

@@ -21,10 +21,10 @@ from ...core.text import joined
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
+from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
+from ..facts.words import between_text
 from ..report.model import OverflowCause, Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")

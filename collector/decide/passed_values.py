@@ -22,8 +22,8 @@ from ..facts.calls import begun
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
+from ..facts.replicas import page_of, run_the_same_model
 from ..report.sentence_parts import ranks_text
-from .replicas import page_of, run_the_same_model
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _MOST_HOPS = 64

@@ -9,7 +9,7 @@ from ...core.frames import Frame, FramePhase, RowKind, module_text
 from ...core.roles import RoleKind
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
-from .replicas import page_of, peers, run_the_same_model
+from ..facts.replicas import page_of, peers, run_the_same_model
 
 _LARGER = 10.0
 """Ranks have data of their own: a smaller factor is ordinary."""

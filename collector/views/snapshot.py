@@ -21,8 +21,8 @@ from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, StacksV
 from ..assemble.build import look_stack
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
-from ..decide.hang_finding import position_line
-from ..decide.hang_model import HangFinding, position_of
+from ..ends.hang_finding import position_line
+from ..ends.hang_model import HangFinding, position_of
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..facts.fold import shown_body
 from ..report.sentence_parts import counted, grouped, modules_text

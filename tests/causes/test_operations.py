@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from gpuwatch.collector.decide.operation_rules import OPERATION_RULES, domain_advice, outside_domain
+from gpuwatch.collector.cause.operation_rules import OPERATION_RULES, domain_advice, outside_domain
 from gpuwatch.core.events import BadOperation
 from gpuwatch.worker.explain.operation_watch import OperationWatch
 

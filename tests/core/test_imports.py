@@ -143,6 +143,8 @@ FLOORS = {
         "so_far.py stage_lines.py",
         "assemble",
         "decide",
+        "ends",
+        "cause",
         "facts",
         "report",
     ],

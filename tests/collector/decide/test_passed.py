@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.words import fields_of
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.words import fields_of
 from gpuwatch.core.events import PassedTensor, ReducedElement
 from gpuwatch.core.wire.messages import EventMessage
 

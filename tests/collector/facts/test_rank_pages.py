@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.decide import replicas as same_point
+from gpuwatch.collector.facts import replicas as same_point
 from gpuwatch.collector.facts.fold import FactFold, fold
 
 

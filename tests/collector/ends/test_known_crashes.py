@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpuwatch.collector.decide.known_crashes import known_lines, known_steps
+from gpuwatch.collector.ends.known_crashes import known_lines, known_steps
 from torch import nn
 
 

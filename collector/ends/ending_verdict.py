@@ -7,7 +7,9 @@ from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
+from ..cause.script_cause import cause_of_crash
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import cascade_of, doing, error_line, first_line, progress_of, when_of, whose
 from ..report.model import CascadedRank, ConcurrentOrigin, Verdict
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, one_on, ranks_text
@@ -17,8 +19,6 @@ from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
-from .script_cause import cause_of_crash
-from .words import cascade_of, doing, error_line, first_line, progress_of, when_of, whose
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "

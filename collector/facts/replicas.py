@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from ...core.frames import Frame, FramePhase, Row, RowKind, module_text
 from ...core.identity import is_rank
-from ..facts.calls import FrameCalls, begun
-from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_pages import KeptPage
+from .calls import FrameCalls, begun
+from .diagnosis import LocalDiagnosis, number_text
+from .facts import RankFacts, RunFacts
+from .kept_pages import KeptPage
 
 # The same point of a training on two ranks: which page of another rank may be compared with a page. Pure.
 #

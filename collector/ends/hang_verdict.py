@@ -13,6 +13,7 @@ from ...core.events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import cascade_of, doing, first_line, whose
 from ..report.model import ConcurrentOrigin, Verdict
 from .end_positions import last_look
 from .ending_order import signals_of, was_signalled
@@ -20,7 +21,6 @@ from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
-from .words import cascade_of, doing, first_line, whose
 
 _T = TypeVar("_T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.decide.replicas import page_at_same_point
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.replicas import page_at_same_point
 from gpuwatch.collector.report.text_report import render_text
 
 

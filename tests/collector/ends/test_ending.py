@@ -1,8 +1,8 @@
 """Whether a job that stands still is ended for it."""
 
 import pytest
-from gpuwatch.collector.decide.hang_finding import ending_of
-from gpuwatch.collector.decide.hang_model import HangFinding, HangPrognosis
+from gpuwatch.collector.ends.hang_finding import ending_of
+from gpuwatch.collector.ends.hang_model import HangFinding, HangPrognosis
 from gpuwatch.core.events import RankLook, RunPosition
 
 LIMIT_S = 100.0

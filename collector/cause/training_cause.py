@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
+from ..facts.growth import ModuleGrowth, growth_of
+from ..facts.replicas import OddWeight, page_of
 from ..report.model import OverflowCause
 from ..report.sentence_parts import ranks_text
 from .cause_clues import CauseClues
-from .growth import ModuleGrowth, growth_of
-from .replicas import OddWeight, page_of
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _DIVERGED = 2

@@ -15,7 +15,7 @@ from ...core.recorder.layout import EARLIER_GROUPS
 from ...core.recorder.stalls import is_users
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
-from .words import doing
+from ..facts.words import doing
 
 
 @dataclass(frozen=True)

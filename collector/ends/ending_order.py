@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from ...core.events import RunPosition
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import first_line
 from .end_positions import aborted_in_a_wait
-from .words import first_line
 
 _NUMBER = re.compile(r"\d+")
 _Group = TypeVar("_Group", str, tuple[str, str])

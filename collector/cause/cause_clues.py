@@ -8,7 +8,7 @@ from ...core.events import BadOperation, BatchSource, OddSamples, SecondRun
 from ...core.text import joined
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
-from .replicas import OddWeight, WildWeight
+from ..facts.replicas import OddWeight, WildWeight
 
 _MOST_SHOWN = 8
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.ending_order import ExitOrder, endings_of
+from gpuwatch.collector.ends.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.events import GroupState, RunPosition, ScriptError, ScriptExit, WorkerExit

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ...core.frames import LOSS_MODULE, module_text
-from ..facts.diagnosis import LocalDiagnosis
-from ..facts.facts import RunFacts
-from ..facts.kept_pages import OpenHistory
+from .diagnosis import LocalDiagnosis
+from .facts import RunFacts
+from .kept_pages import OpenHistory
 
 _MOST_RANKS = 8
 """Ranks whose histories are opened."""

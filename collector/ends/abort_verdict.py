@@ -14,6 +14,7 @@ from msgspec import structs
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import doing, first_line
 from ..report.model import Verdict
 from ..report.sentence_parts import grouped
 from .end_positions import aborted_in_a_wait, last_look, progress
@@ -21,7 +22,6 @@ from .hang_finding import position_lines
 from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent
 from .hang_model import HangFinding, position_of, standing_at
 from .hang_verdict import verdict_of
-from .words import doing, first_line
 
 WAITED_S = 2.0
 """A rank that was aborted sooner after it had last moved may not have waited for anybody."""

@@ -7,11 +7,11 @@ from ...core.frames import Frame, FramePhase
 from ...core.roles import RoleKind
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
+from ..facts.replicas import page_of, peers
 from ..report.model import OverflowCause
 from .cause_clues import CauseClues, odd_text, samples_text, source_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice, trial_in
-from .replicas import page_of, peers
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _OUT_OF_LINE = 30.0

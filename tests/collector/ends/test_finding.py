@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.collector.decide.hang_finding import find_hang
+from gpuwatch.collector.ends.hang_finding import find_hang
 from gpuwatch.core.events import GroupState, IssuedOperation, RankLook, RunPosition, StackLine, WorkerExit
 
 TORCH = "/site-packages/torch"

@@ -18,10 +18,10 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..facts.loss_origin import what_script_got
+from ..facts.replicas import page_of
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_rules import OPERATION_RULES
-from .replicas import page_of
 from .script_cause import cause_in_script, variable_in_script
 
 _MOST_NAMED = 3

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.replicas import odd_weight, run_the_same_model
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.replicas import odd_weight, run_the_same_model
 
 
 def model(make, rank, *, gain=1.0, body=2.0, head=3.0, out=1.0, collectives=0, **place):

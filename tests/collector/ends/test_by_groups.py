@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.collector.decide.hang_groups import find_by_groups
-from gpuwatch.collector.decide.hang_model import BACKWARD, RankPosition
+from gpuwatch.collector.ends.hang_groups import find_by_groups
+from gpuwatch.collector.ends.hang_model import BACKWARD, RankPosition
 from gpuwatch.core.events import GroupState, IssuedOperation
 
 WAITED = "have waited for 300 s"

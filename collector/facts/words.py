@@ -8,11 +8,11 @@ from typing import Any
 from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ..facts.diagnosis import number_text
-from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import badness, coarse_share_text
+from .diagnosis import number_text
+from .facts import RankFacts, RunFacts
 
 _COMPILED = (
     "To have a module inside the compiled code named, let torch.compile capture the whole model in one graph "

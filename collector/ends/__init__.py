@@ -1,0 +1,1 @@
+"""What has ended, hangs or is silent: whose end came first, and whom the others waited for. Pure."""
