@@ -392,6 +392,9 @@ class BadOperation(msgspec.Struct, frozen=True):
     [] for other operations."""
     trials: list[CauseTrial] = []
     """Of the operation alone. [] if none was made."""
+    columns: tuple[int, int] | None = None
+    """The operation's part of `code`: its first character, and the one behind its last. It ends with the line, if the
+    operation goes on in the next one. None: not known. Python 3.10 has none, nor have autograd's notes of a forward."""
 
 
 def operation_text(found: BadOperation) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 from ...core.identity import is_rank
 from ...core.verdicts import SHOWN, ReportSection, VerdictKind
 from .model import RunReport
+from .operation_line import evidence_lines
 from .report_sections import is_about_preflight, sections_of_text
 from .sentence_parts import TextConsole, counted
 from .side_by_side import frames_text, rank_to_show, stacks_of, stacks_text
@@ -116,10 +117,11 @@ class _ScreenWriter:
         drawn = {section: self._section(section) for section in SHOWN[kind]}
         first = [section for section in drawn if section in (kind.opens, ReportSection.NOTES)]
         kept = sum(self.height(drawn[section]) for section in first)
-        all_reasons = self._drawn(partial(print_list, title="Why", items=verdict.evidence))
+        evidence = evidence_lines(verdict, self._width)
+        all_reasons = self._drawn(partial(print_list, title="Why", items=evidence))
         least = min(_LEAST_REASONS, self._room, self.height(all_reasons))
         steps = self._steps(self._room - kept - least if step_follows else self._room // 3, may_lack=step_follows)
-        reasons = self._taken(self._items("Why", verdict.evidence, max(least, self._room - kept)))
+        reasons = self._taken(self._items("Why", evidence, max(least, self._room - kept)))
         further = self._further(kept)
         shown = self._with_room([*first, *(section for section in drawn if section not in first)], drawn)
         last = further.pop(_LAST_LIST, [])

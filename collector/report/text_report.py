@@ -27,6 +27,7 @@ from .notices_text import (
     step_notes,
     warned_rows_table,
 )
+from .operation_line import evidence_lines
 from .rank_states import state_text
 from .report_sections import is_about_preflight, sections_of_text
 from .sentence_parts import TextConsole, WrappedText, counted, dim_codes, grouped, list_item, one_on
@@ -201,7 +202,7 @@ def _verdict(console: Console, report: RunReport) -> None:
 
 
 def _reasons(console: Console, verdict: Verdict) -> None:
-    print_list(console, "Why", verdict.evidence)
+    print_list(console, "Why", evidence_lines(verdict, console.width))
     print_list(console, "Capture", capture_lines(verdict.capture))
     print_list(console, "At the same time", concurrent_lines(verdict.concurrent))
     print_list(console, "Because of it", cascade_lines(verdict.cascade))

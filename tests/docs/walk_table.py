@@ -105,6 +105,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/options.md", "*", "made by docs/make_options.py: test_pages.py compares the two"),
     ("docs/preflight.md", "# thresholds.toml*", ELSEWHERE),
     ("docs/report.md", "gpuwatch report 1847*", CLUSTER),
+    ("docs/report.md", "- `...*a if ...`,*", SCRIPT),
     ("docs/report.md", "- element [[]3, 5] of its grad weight*", SCRIPT),
     ("docs/report.md", "- batch 5 of rank 1 is batch 5 of epoch 0 of its DataLoader*", SCRIPT),
     ("docs/scale.md", "python benchmarks/*", RUNS_ALL),

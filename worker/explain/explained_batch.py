@@ -29,8 +29,9 @@ from ..record.collectives import ranks
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import walk
+from .code_place import CodePlace, place_of
 from .operands import operation_name
-from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file
+from .operation_watch import MadeValue, OperationWatch, foreign_class, is_users_file
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _current_mode = name_in_torch("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None)
@@ -112,13 +113,12 @@ class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has 
         if node is None:
             return super()._place()
         module, found = self._in_python(_ENGINE)
-        if found is not None:  # a recomputed forward, or the backward of an autograd.Function
-            file, line = found.f_code.co_filename, found.f_lineno
-        else:
-            traced = [_LINE.search(text) for text in reversed(node.metadata.get("traceback_", ()))]
-            file, line = next(((at[1], int(at[2])) for at in traced if at and is_users_file(at[1])), ("", 0))
         if module is None:
             module = self._module_of(node._sequence_nr()) or ""
+        if found is not None:  # a recomputed forward, or the backward of an autograd.Function
+            return place_of(module, found)
+        traced = [_LINE.search(text) for text in reversed(node.metadata.get("traceback_", ()))]  # it has no columns
+        file, line = next(((at[1], int(at[2])) for at in traced if at and is_users_file(at[1])), ("", 0))
         return CodePlace(module, file, line, getline(file, line).strip() if file else "")
 
 

@@ -29,7 +29,8 @@ from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
 from ..device.device import without_modes
 from ..record.names import inputs_of, outputs_of, unwrap, walk
-from .operation_watch import CodePlace, OperationWatch, SecondRunStopped
+from .code_place import CodePlace
+from .operation_watch import OperationWatch, SecondRunStopped
 
 _set_stance: Any = getattr(torch.compiler, "set_stance", None)
 """Since torch 2.6."""

@@ -17,7 +17,6 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
 from ..record.tensor_stats import is_foreign, local_part
+from .code_place import CodePlace, place_of
 from .operands import BATCH_NORM, has_numbers, number_of, numbers_of, operation_name, plain_numbers, written_by
 from .operation_trials import MOST_BYTES, handed_for_first, operands_with, trials_of
 
@@ -104,15 +104,6 @@ class _HandedOperands(NamedTuple):
     operands: dict[int, _HandedTensor]
     copies: dict[int, torch.Tensor]
     """Of those that it writes, by id: what trials need."""
-
-
-class CodePlace(NamedTuple):
-    """Where an operation was called."""
-
-    module: str
-    file: str = ""
-    line: int = 0
-    code: str = ""
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
@@ -286,7 +277,10 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                     if flags:
                         return None
                     inputs.append(known)
-        found = BadOperation(str(func), *self._place(), inputs, output, without_modes(pattern_of, tensor))
+        at, element = self._place(), without_modes(pattern_of, tensor)
+        found = BadOperation(
+            str(func), at.module, at.file, at.line, at.code, inputs, output, element, columns=at.columns
+        )
         return self._with_trials(found, tensor, func, args, kwargs, handed) if self.tries else found
 
     def _with_trials(
@@ -310,8 +304,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         module = self._module if module is None else module
         if found is None:
             return CodePlace(module)
-        file, line = found.f_code.co_filename, found.f_lineno
-        return CodePlace(module, file, line, getline(file, line).strip())
+        return place_of(module, found)
 
     def _in_python(self, until: str = "") -> tuple[str | None, FrameType | None]:
         """(name of the innermost module, the innermost frame that is not torch's), inside the function `until`."""

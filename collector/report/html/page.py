@@ -24,6 +24,7 @@ from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
+from ..operation_line import operation_in
 from ..rank_states import state_text
 from ..report_sections import is_open, sections_of
 from ..sentence_parts import bytes_text, elapsed_text
@@ -267,7 +268,10 @@ def code_of(text: str) -> Markup:
 
 @pass_context
 def _spelled_code(context: Context, text: str) -> Markup:
-    return code_of(context["spelled"](text))
+    """As `code_of`. In the line of the verdict's operation, the operation is underlined."""
+    line, rest = operation_in(context["verdict"].operation, text)
+    marked = Markup("<code>{}<u>{}</u>{}</code>").format(*line.parts) if line is not None else Markup()
+    return marked + code_of(context["spelled"](rest))
 
 
 def _command(text: str) -> Markup:

@@ -55,6 +55,7 @@ EVENTS = [
             records.OperandNumbers("float16", [2, 3], None, "+inf"),
             "everything",
             "MulBackward0",
+            columns=(4, 18),
         ),
         eagerly=True,
     ),
@@ -217,6 +218,15 @@ def test_fields_of_a_later_version_are_tolerated(body):
     message = AgentMessage(5, body, 3)
     newer = msgspec.msgpack.encode(grow(msgspec.msgpack.decode(messages.encode(message))) | {"later": 1})
     assert messages.decode_agent(newer) == message
+
+
+def test_an_operation_without_the_fields_that_were_added_later_is_read():
+    """As a recorder or a report of an earlier version has it."""
+    operation = EVENTS[0].operation
+    plain = msgspec.to_builtins(operation)
+    required = {field.encode_name for field in msgspec.structs.fields(operation) if field.required}
+    decoded = msgspec.convert({name: plain[name] for name in required}, records.BadOperation)
+    assert decoded == msgspec.structs.replace(operation, node="", columns=None)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=kind)

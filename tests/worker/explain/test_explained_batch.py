@@ -6,6 +6,7 @@ A line whose backward makes a bad value ends in `# <name of the fault>`.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,19 @@ def test_an_overflow_of_a_forward_is_explained_without_a_second_run(watch, path)
     watched = watch(on_overflow="abort", explain=0)
     train(watched, Net(Forward()))
     (ran,) = watched.of(SecondRun)
-    assert (ran.operation.line, ran.operation.node) == (line_of("forward"), "")
+    found = ran.operation
+    assert (found.line, found.node) == (line_of("forward"), "")
+    if sys.version_info >= (3, 11):
+        assert found.code[slice(*found.columns)] == "(x * 1e30) * 1e30"
+
+
+def test_the_line_of_a_backward_has_no_columns(watch, path):
+    """autograd's notes have the line alone."""
+    watched = watch(on_overflow="abort", explain=BATCH)
+    train(watched, Net(Root()))
+    (ran,) = watched.of(SecondRun)
+    assert (ran.operation.line, ran.operation.columns) == (line_of("root"), None)
+    assert ran.operation.node
 
 
 @pytest.mark.parametrize("explain", [0, 1, BATCH, 3])

@@ -6,6 +6,7 @@ A line that makes a bad value ends in `# <name of the fault>`.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -449,6 +450,10 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     assert (found.line, found.file) == (line_of(fault), __file__), found
     assert found.op.startswith({**FAULTS, **WHOLE}[fault][1]), found
     assert found.code == SOURCE[found.line - 1].strip()
+    if sys.version_info >= (3, 11):
+        assert found.columns is not None
+        part = found.code[slice(*found.columns)]
+        assert part == part.strip() and f"# {fault}" not in part, part
     assert f"test_second_run.py:{found.line}" in verdict.evidence[1]
     assert f"{found.op} made it at {__file__}:{found.line}: " in str(raised.value)
 
