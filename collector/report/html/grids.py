@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ....core.frames import LOSS_MODULE
+from ....core.recorder.stalls import is_users
 from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.verdicts import VerdictKind
@@ -17,7 +18,7 @@ from ..model import ModulesByRanks, RankReport, RunReport, StageCell
 from ..notices_text import stage_rows
 from ..rank_states import state_text
 from ..sentence_parts import grouped
-from ..side_by_side import ModuleCell, SideBySideRow, own_lines, rank_to_show, side_by_side
+from ..side_by_side import ModuleCell, SideBySideRow, rank_to_show, side_by_side
 
 # A square for each rank. Ranks that ended in the same way, or that stand at the same place, have one look.
 
@@ -80,7 +81,8 @@ def _short(text: str) -> str:
 
 
 def _place(rank: RankReport) -> str:
-    return next(iter(own_lines(rank.stack)[1::-1]), "did not report its position")
+    """The innermost line of the user's own, as in the verdict; without one the innermost call."""
+    return next((line for line in rank.stack if is_users(line)), next(iter(rank.stack), "did not report its position"))
 
 
 def _function(rank: RankReport) -> str:

@@ -80,7 +80,10 @@ def hang(make):
         StackLine("/lib/torch/distributed/distributed_c10d.py", 3007, "all_reduce", "work.wait()"),
         StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)"),
     ]
-    loads = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
+    loads = [
+        StackLine("/home/me/data.py", 7, "load", "time.sleep(1)"),
+        StackLine("/home/me/train.py", 60, "main", "batch = load()"),
+    ]
     bodies = [make.hello(nproc=3), make.telemetry(figures(HOSTILE), began_s=1000.0)]
     for rank, stack in enumerate((waits, loads, waits)):
         where = RunPosition(rank, step=4, batch=4, seq=9, time_ns=1500 * 10**9)
