@@ -197,12 +197,15 @@ class ModelWatch:
         if kind is OverflowDetected and self._owned:  # a run's own report comes at its end
             tell(self.report())
         self.remove()
-        self._hooks.progress.raise_kept()
 
     def remove(self) -> None:
-        """Remove the hooks. The recording can still be read. A second call does nothing."""
+        """Remove the hooks. The recording can still be read. A second call does nothing.
+
+        Raises what a signal's handler has raised where torch would have silenced it, if no hook has raised it since.
+        """
         if self._owned and not self._closed:
             self._note_failure(_remove(self._hooks))
+        self._hooks.progress.raise_kept()
 
     def _note_failure(self, error: Exception | None) -> None:
         if error is not None and self._failure is None:

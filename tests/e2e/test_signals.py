@@ -76,10 +76,11 @@ def test_a_thousand_of_them(bench, place, without_c, late):
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+@pytest.mark.parametrize("late", [[], ["--late"]])
 @pytest.mark.parametrize("signals", [40, pytest.param(1000, marks=pytest.mark.soak)])
-def test_one_that_comes_in_a_second_run(bench, signals, without_c):
+def test_one_that_comes_in_a_second_run(bench, signals, late, without_c):
     """Trials with other samples included. The model is then as one forward leaves it."""
-    found = signalled(bench, "--places", "second run", "--signals", str(signals), *without_c)
+    found = signalled(bench, "--places", "second run", "--signals", str(signals), *late, *without_c)
     check(found, ["second run"], signals)
     assert found["left changed"] == []
     assert found["in a second run"] > signals // 20

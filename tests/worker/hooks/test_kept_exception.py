@@ -86,6 +86,16 @@ def test_the_end_of_a_watch_raises_those_that_are_left(tells, monkeypatch):
     assert repr(raised.value.__context__) == "Told(1)"
 
 
+def test_so_does_a_watch_that_is_removed(tells, monkeypatch):
+    watched = gpuwatch.watch()
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="of the script"):
+        patched.setattr(watched._hooks._calls, "_leave", lambda *_: signal.raise_signal(signal.SIGUSR1))
+        Fails()(torch.ones(2))
+    with pytest.raises(Told):
+        watched.remove()
+    watched.remove()
+
+
 RANK = """
 import sys
 from pathlib import Path
