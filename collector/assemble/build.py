@@ -11,10 +11,11 @@ from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosi
 from ...core.frames import Page
 from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
+from ..decide.diagnosis_order import DiagnosisOrder
 from ..decide.preflight_verdict import preflight_report
 from ..ends.ending_verdict import ending_text
 from ..ends.hang_verdict import hang_verdict
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
+from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import fields_of, scaler_of, waived_of, worst_first
 from ..report import model
@@ -206,8 +207,8 @@ def _rank_report(
 
 
 def _anomaly(found: LocalDiagnosis) -> model.RankAnomaly:
-    names = ("batch", "step", "frame", "module", "cls", "phase", "value", "dtype", "between", "seq")
-    alike = {name: getattr(found, name) for name in names}
+    names = ("batch", "step", "frame", "module", "cls", "phase", "value", "dtype", "between")
+    alike = {name: getattr(found, name) for name in names} | {"seq": found.issued.seq}
     return model.RankAnomaly(role=found.own_role, origin=found.is_origin, seen_in=found.shown_by, **alike)
 
 

@@ -101,7 +101,7 @@ def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarge
     if own is not None and own.source in ("received", "reduced") and target is not None and rank is not target.rank:
         own = None
     if own is not None and (own.batch, own.root) == (page.batch, page.root):
-        shown = rank.anomalies[0].frame if own.turned is not None and own.from_page else own.frame
+        shown = rank.anomalies[0].frame if own.mask.turned is not None and own.from_page else own.frame
         return max(shown, own.frame)
     if target is not None and target.frame is not None:
         wanted = target.frame

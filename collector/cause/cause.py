@@ -30,9 +30,9 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if first.phase == FramePhase.INPUT:
         return of_input(clues)
     domain = outside_domain(clues.operation) if clues.operation is not None else ""
-    if clues.operation is not None and domain and first.turned is not None and not first.mask:
+    if clues.operation is not None and domain and first.mask.turned is not None and not first.mask.text:
         return of_domain(clues, clues.operation, domain)  # -inf that an operation made is not a mask's
-    if first.mask or first.turned is not None:
+    if first.mask.text or first.mask.turned is not None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
         return of_growth(clues) or cause_of_backward(clues.facts, first)
@@ -42,17 +42,18 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return of_growth(clues) or cause_of_loss(clues.facts, first)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
         return of_growth(clues)
-    if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.changed:
+    if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.weight.others_changed:
         return None
     return _of_forward(clues)
 
 
 def _of_mask(first: LocalDiagnosis) -> OverflowCause:
-    turned = f"{module_text(*first.turned)} turned an expected -inf into nan" if first.turned is not None else ""
+    mask = first.mask
+    turned = f"{module_text(*mask.turned)} turned an expected -inf into nan" if mask.turned is not None else ""
     return OverflowCause(
         "mask",
-        _E if first.mask else _S,
-        first.mask or turned,
+        _E if mask.text else _S,
+        mask.text or turned,
         [KEEP_OPEN],
     )
 

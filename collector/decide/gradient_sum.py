@@ -22,7 +22,7 @@ from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
 from ..cause.script_cause import cause_between
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, rows_in
+from ..facts.diagnosis import LocalDiagnosis, number_text, rows_in
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, peers
@@ -30,6 +30,7 @@ from ..facts.words import cascade_of, whose
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
+from .diagnosis_order import DiagnosisOrder
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, next_steps, overflow_at
 from .passed_values import PassedOperations, RankSummand, element_line, put_line, way_text

@@ -11,13 +11,14 @@ from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
 from ..ends.missing_nodes import unheard_nodes
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reason
+from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
 from .clean_verdict import doubts_about
+from .diagnosis_order import DiagnosisOrder, reason
 from .overflow_words import is_alike, wild_line
 
 _MAX_LINES = 8
@@ -33,8 +34,8 @@ def evidence_of(
 ) -> tuple[str, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes]
-    if first.turned is not None and not first.mask:
-        lines.append(f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan")
+    if first.mask.turned is not None and not first.mask.text:
+        lines.append(f"-inf alone is expected in masks; {module_text(*first.mask.turned)} turned it into nan")
     lines += _of_weight(first, odd)
     # whether the first non-finite row was an output, also where a weight that differs is blamed for it
     made = parse_role(first.at[2]).kind is RoleKind.OUTPUT
@@ -54,7 +55,7 @@ def evidence_of(
     for diagnosis in later[:_MAX_LINES]:
         when = f"batch {diagnosis.batch}, {diagnosis.place}{reason(first, diagnosis)}"
         lines.append(f"{rank_name(diagnosis.rank)} first saw a non-finite value later: {when}")
-    if later and first.seq < 0:
+    if later and first.issued.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
     others = [other for other in order.diagnoses if other.rank not in known]
@@ -143,12 +144,12 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         left = "what was in .grad when the module was first called was still there when it began"
         return [f"{where}: {first.role} of {seen} was not finite before that backward began: {left}"]
     if first.phase == FramePhase.FORWARD and first.is_origin:
-        if first.between is not None or first.own_code:
+        if first.between is not None or first.makers.own_code:
             return [f"{where}: no module call before it returned a non-finite value"]
         finite, more = f"inputs and weights of {first.place} were finite", ""
-        if first.mask:
+        if first.mask.text:
             finite = f"weights and inputs of {first.place} were finite but for a -inf"
-        elif not first.weights_read:
+        elif not first.weight.was_read:
             since = f"after step {first.step}" if first.step else "before the first step"
             finite = f"inputs of {first.place} were finite"
             more = f"; its weights were finite when they were last read, and not read since ({since})"
@@ -163,10 +164,10 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line + (f"; that of `{first.between[0]}` was finite before" if first.between[0] else "")]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
-        if first.excluded:
-            others = "; ".join(first.excluded[:_MAX_LINES])
+        if first.makers.excluded:
+            others = "; ".join(first.makers.excluded[:_MAX_LINES])
             return [line, f"the gradient of what {first.place} returned was finite; {_EXCLUDED}: {others}"]
-        used = "received" if first.own_code else "alone used"
+        used = "received" if first.makers.own_code else "alone used"
         return [line, f"{first.place} {used} that tensor, and the gradient of its own output was finite"]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]

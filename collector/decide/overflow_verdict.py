@@ -18,13 +18,14 @@ from ..cause.backward_cause import bad_variable
 from ..cause.cause import cause_of
 from ..cause.cause_clues import CauseClues
 from ..cause.training_cause import of_growth
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
+from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from ..facts.words import between_text, cascade_of, step_for_compiled, whose
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
+from .diagnosis_order import DiagnosisOrder
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .overflow_words import (
@@ -104,8 +105,8 @@ def _fed(
         return _of_sum(facts, met, order, fed)
     others = [one for one in tier[1:] if (theirs := passages.fed_by(one)) is None or theirs.rank != fed.rank]
     own = next((one for one in order.diagnoses if one.rank == fed.rank), None)
-    was_there = own is not None and (own.seq <= put.where.seq or own.step <= put.where.step)
-    if own is not None and was_there and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
+    was_there = own is not None and (own.issued.seq <= put.where.seq or own.step <= put.where.step)
+    if own is not None and was_there and (own.source in ("outside", "weight") or own.issued.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))
         return _named(facts, first, [one for one in others if one is not own], order, None)
     # none of the modules of the rank that has put it in is known to have made it
@@ -149,7 +150,8 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, order: DiagnosisOrder, fed: Va
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
     if first.phase == FramePhase.WEIGHT and first.role == odd.row.role:
-        return replace(first, sure=first.sure or bool(first.history))  # the other copies tell more than its own past
+        # the other copies tell more than its own past
+        return replace(first, sure=first.sure or bool(first.weight.history))
     note = f"its {first.role} had {first.value}, from finite inputs"
     return replace(
         first, phase=FramePhase.WEIGHT, source="weight", role=odd.row.role, between=None, notes=(*first.notes, note)

@@ -60,10 +60,10 @@ def sentence(
         text += f"; {variable}"
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
-    if first.mask:
-        text += f"; {first.mask}"
-    elif first.turned is not None:
-        text += f"; {module_text(*first.turned)} turned it into nan"
+    if first.mask.text:
+        text += f"; {first.mask.text}"
+    elif first.mask.turned is not None:
+        text += f"; {module_text(*first.mask.turned)} turned it into nan"
     if first.cause:
         text += f" ({first.cause})"
     return f"{text}."
@@ -73,7 +73,8 @@ def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
     """Whether two ranks met the same value in the same place, at the same point of the training."""
     fields = ("module", "cls", "own_role", "value", "phase", "source", "between")
     # each rank numbers its own batches: where rank 0 alone evaluates, the step and the collectives are the same
-    same_place = first.step == other.step and first.seq == other.seq >= 0 and first.clock == other.clock
+    same_count = first.issued.seq == other.issued.seq >= 0 and first.issued.clock == other.issued.clock
+    same_place = first.step == other.step and same_count
     same_point = first.batch == other.batch or same_place
     return same_point and all(getattr(first, name) == getattr(other, name) for name in fields)
 
@@ -98,7 +99,7 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if is_of_no_module(first):
         return f"{who} had {first.value} in {quoted(first.module)}, which detect_overflow was given in {batch}"
     if first.source in _SENTENCES:
-        history = first.history or "that step's update rule cannot have made it"
+        history = first.weight.history or "that step's update rule cannot have made it"
         return _SENTENCES[first.source].format(
             had=had, who=who, batch=batch, value=first.value, role=first.role, module=module, history=history
         )
@@ -112,10 +113,10 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.phase == FramePhase.OPTIMIZER:
         return _of_step(first, who, lead, had)
     again = ", when it was run again for the backward" if first.seen_in == FramePhase.RECOMPUTE else ""
-    if first.turned is not None and not first.mask:
+    if first.mask.turned is not None and not first.mask.text:
         lead = f"{who} met nan that came from an expected -inf: "
-    if first.own_code:
-        own = joined([f"of {name}" for name in _named(first.own_code, "modules")], "or")
+    if first.makers.own_code:
+        own = joined([f"of {name}" for name in _named(first.makers.own_code, "modules")], "or")
         seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
         return f"{lead}{first.value} in {seen}, made by code {own} itself, forward, {batch}{again}"
     if first.between is not None:
@@ -136,7 +137,7 @@ def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
         kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {first.place}"
         if first.sure:
             return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
-        since = f"; {first.history}" if first.history else ""
+        since = f"; {first.weight.history}" if first.weight.history else ""
         return f"{who} had {first.value} in the {kept} after the step of {batch}{since}"
     if first.sure:
         made = f"{first.value} in the {first.role} of {first.place}"
@@ -160,7 +161,7 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
         return f"{who} has {than}; this rank's copy differs from the others'{since}"
     if first.seen_in == FramePhase.OPTIMIZER:
         return f"{had} after the step of {batch}; the gradient that went into that step was not read"
-    return f"{had} at the start of its forward in {batch}{f'; {first.history}' if first.history else ''}"
+    return f"{had} at the start of its forward in {batch}{f'; {first.weight.history}' if first.weight.history else ''}"
 
 
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
@@ -172,17 +173,17 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
         return f"{gradient}, passed in from outside the model (the script's own loss), backward, {batch}"
     if first.between is not None:
         return f"{gradient}, made in {first.place}'s backward{_by(first)}, {batch}"
-    own = " or ".join(map(_own_code_of, first.own_code))
+    own = " or ".join(map(_own_code_of, first.makers.own_code))
     also = f", or made by {own}, which may have used the same tensor" if own else ""
     return f"{first.value} in the {first.role} of {first.place}, backward, {batch}{also}"
 
 
 def _by(first: LocalDiagnosis) -> str:
     """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
-    named = _named(first.suspects, "calls")
-    named += ["its own code"] if first.module in first.own_code else []
-    named += ["the sum of their gradients"] if first.value != "nan" and len(first.suspects) > 1 else []
-    outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
+    named = _named(first.makers.suspects, "calls")
+    named += ["its own code"] if first.module in first.makers.own_code else []
+    named += ["the sum of their gradients"] if first.value != "nan" and len(first.makers.suspects) > 1 else []
+    outside = " or ".join(_own_code_of(name) for name in first.makers.own_code if name != first.module)
     else_ = f", or outside of it by {outside}" if outside else ""
     by = f", by {joined(named, 'or')}" if named else ""
     return by + else_
@@ -213,8 +214,8 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
     if first.phase == FramePhase.LOSS:
         return ran.operation if not name else None
     inside = not first.module or name == first.module or name.startswith(f"{first.module}.")
-    listed = name in (*first.own_code, *first.suspects)
-    return ran.operation if inside or listed or first.mask or first.turned else None
+    listed = name in (*first.makers.own_code, *first.makers.suspects)
+    return ran.operation if inside or listed or first.mask.text or first.mask.turned else None
 
 
 def explain_command(
@@ -337,9 +338,9 @@ def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
         ]
     if first.bad_buffers and first.is_origin:
         return [f"Look at what fills {first.bad_buffers[0]}: torch.empty, a checkpoint, a running average of nan."]
-    if first.source == "changed" or first.changed_since or (first.changed and first.is_origin):
+    if first.source == "changed" or first.weight.changed_since or (first.weight.others_changed and first.is_origin):
         when = "between backward() and step()" if first.source == "changed" else "between two steps"
-        own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
+        own = "an update of its own or a compiled step, " if first.weight.changed_since and first.step == 0 else ""
         return [
             f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If it "
             "does none of these, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
@@ -419,7 +420,7 @@ def _step_for_optimizer(first: LocalDiagnosis) -> str:
 
 
 def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
-    if first.computed:
+    if first.weight.computed:
         return "Check the code that computes this weight, and its inputs."
     if first.seen_in == FramePhase.OPTIMIZER:
         if clues.gradients:

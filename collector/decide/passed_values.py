@@ -67,7 +67,7 @@ class PassedOperations:
             return None
         came = [
             one
-            for one in _came_out(rank, diagnosis.step, diagnosis.seq)
+            for one in _came_out(rank, diagnosis.step, diagnosis.issued.seq)
             if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
         ] or _reduced(rank, diagnosis, elements)
         return self._follow(came[-1]) if came else None
@@ -136,7 +136,7 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
-    came = _came_out(rank, diagnosis.step, diagnosis.seq)
+    came = _came_out(rank, diagnosis.step, diagnosis.issued.seq)
     came = [one for one in came if one.operation in _REDUCTIONS and one.value == diagnosis.value]
     # the gradient of a sharded weight has the shape of the whole
     parts = [len(_members(one)) if one.operation == "reduce_scatter" else 1 for one in came]
@@ -234,7 +234,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if not notes:
         return found
     counts = facts.one(found.attempt, found.rank).counts
-    unchecked = counts.passed_unseen and any(found.received.values())  # messages
+    unchecked = counts.passed_unseen and any(found.issued.received.values())  # messages
     if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))

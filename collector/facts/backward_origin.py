@@ -24,6 +24,7 @@ from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, quoted
+from .diagnosis_parts import PossibleMakers
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
 #
@@ -201,8 +202,7 @@ class _BackwardTrail:
                 first.cls,
                 between=(self._last_finite(first.module, below=True), self._name),
                 sure=not suspects,
-                suspects=suspects,
-                own_code=(first.module,),
+                makers=PossibleMakers(suspects, own_code=(first.module,)),
             )
         if self._is_too_large_for(mine):
             note = "what it received is too small for that: the loss, or other code, may have used the parameter, too"
@@ -237,7 +237,7 @@ class _BackwardTrail:
             received=self._may_be_reduced([call]),
             between=(self._last_finite(call.module, below=below), self._name),
             sure=False,
-            own_code=(*own_code, call.module),
+            makers=PossibleMakers(own_code=(*own_code, call.module)),
             notes=(note,),
         )
 
@@ -281,10 +281,11 @@ class _BackwardTrail:
         role = self._role_in(call)
         if self._calls.children(call) or not role:
             after = self._last_finite(call.module, below=True)
-            fields: dict[str, Any] = {"between": (after, self._name), "own_code": (call.module,)}
+            fields: dict[str, Any] = {"between": (after, self._name)}
+            makers = PossibleMakers(own_code=(call.module,), excluded=tuple(excluded))
         else:
-            fields = {"role": f"grad {role}"}
-        return self._diagnosis(call.module, call.cls, excluded=tuple(excluded), **fields)
+            fields, makers = {"role": f"grad {role}"}, PossibleMakers(excluded=tuple(excluded))
+        return self._diagnosis(call.module, call.cls, makers=makers, **fields)
 
     def _all_finite(self, module: str, outputs: int) -> bool:
         """Whether the gradients of all outputs of a module, at least `outputs` of them, were seen and finite."""
@@ -341,7 +342,7 @@ class _BackwardTrail:
                 role=f"grad {role}",
                 received=user.collectives > 0 or self._may_be_received([user]),
                 sure=not own_code,
-                own_code=own_code,
+                makers=PossibleMakers(own_code=own_code),
             )
         if self._seen_finite([user]) and self._is_unseen_inside(user):
             return self._of_unseen(user, own_code)
@@ -428,7 +429,7 @@ class _BackwardTrail:
         return 0 <= last < self._frame.seq
 
     def _somewhere(
-        self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True, **fields: Any
+        self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True, excluded: tuple[str, ...] = ()
     ) -> LocalDiagnosis:
         """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
         suspects = tuple(dict.fromkeys(call.module for call in [*users.calls, *users.takers]))
@@ -442,9 +443,7 @@ class _BackwardTrail:
             received=self._may_be_received(users.calls),
             between=(after, self._name),
             sure=sure and not suspects and not own_code,
-            suspects=suspects,
-            own_code=tuple(dict.fromkeys((*own_code, *users.own_code))),
-            **fields,
+            makers=PossibleMakers(suspects, tuple(dict.fromkeys((*own_code, *users.own_code))), excluded),
         )
 
     def _diagnosis(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy
-
 from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number, module_text
-from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 from ..report.model import SeenIn
-from ..report.sentence_parts import ranks_text
+from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
 
 Source = Literal[
     "made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left", "buffer"
@@ -54,43 +50,23 @@ class LocalDiagnosis:
     value: str
     dtype: str
     shape: tuple[int, ...] | None
-    seq: int
     frame: int
     """Index in the page of the frame that first shows it."""
+    issued: IssuedMoment
+    """What the rank had issued then."""
     between: tuple[str, str | None] | None = None
     from_page: bool = True
     sure: bool = True
     """False: the page leaves another explanation open."""
-    clock: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, dict[int, int]] = field(default_factory=dict)
-    received: dict[str, dict[int, int]] = field(default_factory=dict)
-    """What the rank had issued then: see core.events.RunPosition."""
     at: tuple[str, str, str] = ("", "", "")
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
-    turned: tuple[str, str] | None = None
-    """(module, class) in which an expected -inf turned into nan."""
-    weights_read: bool = True
-    """False: its weights were last read after an optimizer step, and not again when the value was seen."""
-    changed_since: bool = False
-    """A bad weight was finite when it was last read, and no step can have changed it since."""
-    history: str = ""
-    """The earlier readings of a bad weight: a clause (step_origin.py)."""
-    computed: bool = False
-    """The script has computed the bad weight from other tensors."""
+    weight: WeightEvidence = field(default_factory=WeightEvidence)
+    makers: PossibleMakers = field(default_factory=PossibleMakers)
+    mask: MaskEvidence = field(default_factory=MaskEvidence)
     bad_buffers: tuple[str, ...] = ()
     """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
-    changed: bool = False
-    """Weights have changed since they were last read, by no step that was seen."""
     passed: bool = False
     """The model's input may come from another rank or another model."""
-    suspects: tuple[str, ...] = ()
-    """Calls that can have made a gradient, where several can have: `module` holds all of them."""
-    own_code: tuple[str, ...] = ()
-    """Modules whose own code can have made a gradient, or a value that went on by another way than frames show."""
-    excluded: tuple[str, ...] = ()
-    """Operations that also used a tensor with a bad gradient but cannot have made it: `AddBackward0 of `block``."""
-    mask: str = ""
-    """The -inf from which a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: FramePhase = FramePhase.FORWARD
     """The phase of the frame that shows the value. `phase` may be another: a bad weight may show in a forward."""
     cause: str = ""
@@ -181,6 +157,7 @@ class AlarmPage:
         role: str = "",
         sure: bool = True,
         notes: Iterable[str] = (),
+        weight: WeightEvidence | None = None,
         **fields: Any,
     ) -> LocalDiagnosis:
         """The diagnosis from one row of the page. Its place is that row's unless `module` and `cls` are given.
@@ -201,7 +178,8 @@ class AlarmPage:
         # what the rank had issued at that number; if nobody knows that, when the alarm was raised
         then = next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
         return LocalDiagnosis(
-            **_place_of(page, then),
+            **_place_of(page),
+            issued=IssuedMoment(seq, then.clock, then.sent, then.received),
             module=module,
             cls=cls,
             phase=phase,
@@ -210,7 +188,6 @@ class AlarmPage:
             value=name_of(NonFinite(row.flags)),
             dtype=row.dtype,
             shape=tuple(row.shape) if row.shape is not None else None,
-            seq=seq,
             frame=frame.index,
             sure=sure and not (source == "made" and may_be_elsewhere),
             at=(frame.module, frame.cls, row.role),
@@ -218,15 +195,14 @@ class AlarmPage:
             cause=anomaly.cause,
             notes=(*notes, *_around(anomaly, again, phase)),
             bad_buffers=tuple(_buffers(anomaly, again)),
-            changed=bool(again.changed),
+            weight=replace(weight or WeightEvidence(), others_changed=bool(again.changed)),
             **fields,
         )
 
 
-def _place_of(page: Page | RunPosition, then: RunPosition | IssuedMoment) -> dict[str, Any]:
-    """Where a diagnosis is in the run, and what the rank had issued then."""
-    place = {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
-    return place | {name: getattr(then, name) for name in ("clock", "sent", "received")}
+def _place_of(page: Page | RunPosition) -> dict[str, Any]:
+    """Where a diagnosis is in the run."""
+    return {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
 
 
 def quoted(module: str) -> str:
@@ -292,7 +268,8 @@ def _buffers(anomaly: Anomaly, again: LookedAgain) -> dict[str, str]:
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
     found = LocalDiagnosis(
-        **_place_of(anomaly.where, anomaly.where),
+        **_place_of(anomaly.where),
+        issued=IssuedMoment(anomaly.where.seq, anomaly.where.clock, anomaly.where.sent, anomaly.where.received),
         module=anomaly.module,
         cls=anomaly.cls,
         phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,
@@ -301,7 +278,6 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         value=anomaly.value,
         dtype=anomaly.dtype,
         shape=tuple(anomaly.shape) if anomaly.shape is not None else None,
-        seq=anomaly.where.seq,
         frame=anomaly.frame,
         from_page=False,
         at=(anomaly.module, anomaly.cls, anomaly.role),
@@ -337,127 +313,3 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
 def is_skipped(anomaly: Anomaly) -> bool:
     """`--every` skipped this batch: only the root's output was read."""
     return anomaly.cause.startswith(("not inspected", "not looked into"))  # the words until November 2026
-
-
-# Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
-#
-# A value crosses from one rank to another in a collective or in a message only. Collectives order the members of a
-# group: the rank that had issued fewer of them was earlier, because a collective that it had not yet issued cannot have
-# brought it the value. A message is an edge between two ranks: if one had received more than the other had sent by its
-# own diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks and never summed.
-#
-# What neither puts in order is concurrent.
-
-_UNKNOWN_PEER = -1
-
-
-class DiagnosisOrder:
-    """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
-
-    def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:
-        self.diagnoses = diagnoses
-        self._place = {_key(one): place for place, one in enumerate(diagnoses)}
-        leads = _message_edges(diagnoses, self._place)
-        cuts = _cuts(diagnoses)
-        leads |= cuts & ~cuts.T & ~leads.T  # a message that came is more than a collective that others issue later
-        self._reached = _closure(leads)
-
-    def before(self, left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-        """Whether `left` was certainly earlier than `right`. Both are of a rank with a diagnosis in this order."""
-        return self._is_before(self._place[_key(left)], self._place[_key(right)])
-
-    def earliest(self) -> list[LocalDiagnosis]:
-        """The diagnoses that none came before. If they form a ring, all of them."""
-        places = range(len(self.diagnoses))
-        return [self.diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
-
-    def silent_groups(self) -> list[str]:
-        """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
-        ranks = Counter(group for one in self.diagnoses for group, count in one.clock.items() if count < 0)
-        return sorted(group for group, number in ranks.items() if number > 1)
-
-    def _is_before(self, mine: int, theirs: int) -> bool:
-        return bool(self._reached[mine] >> theirs & 1) and not self._reached[theirs] >> mine & 1
-
-
-def reason(first: LocalDiagnosis, later: LocalDiagnosis) -> str:
-    """What shows that `later` came after `first`, with a comma before it; "" if a third rank puts them in order."""
-    mine, theirs = _clock(first), _clock(later)
-    for group in sorted(mine.keys() & theirs.keys()):
-        if 0 <= mine[group] < theirs[group]:
-            return f", after {theirs[group]} collectives against {mine[group]}"
-    for group, received, sent in _messages(first, later):
-        if received > sent:
-            return f", after it had received message {sent + 1} of {ranks_text([first.rank])} (process group {group})"
-    if not mine and not theirs and first.seq >= 0:
-        return f", after {later.seq} collectives against {first.seq}"
-    return ""
-
-
-def _key(one: LocalDiagnosis) -> tuple[int, int]:
-    return one.attempt, one.rank
-
-
-def _clock(one: LocalDiagnosis) -> dict[str, int]:
-    return {group: count for group, count in one.clock.items() if count >= 0}
-
-
-def _messages(sender: LocalDiagnosis, receiver: LocalDiagnosis) -> Iterator[tuple[str, int, int]]:
-    """(group, how many messages of `sender` had been received, how many `sender` had sent) where both are known."""
-    for group, peers in receiver.received.items():
-        sent = sender.sent.get(group, {})
-        if sender.clock.get(group, -1) >= 0 and _UNKNOWN_PEER not in sent:
-            yield group, peers.get(sender.rank, 0), sent.get(receiver.rank, 0)
-
-
-def _message_edges(diagnoses: list[LocalDiagnosis], place: dict[tuple[int, int], int]) -> numpy.ndarray:
-    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
-    for mine, receiver in enumerate(diagnoses):
-        for peer in {peer for peers in receiver.received.values() for peer in peers}:
-            theirs = place.get((receiver.attempt, peer))
-            if theirs is not None and theirs != mine:
-                messages = _messages(diagnoses[theirs], receiver)
-                found[theirs, mine] = any(received > sent for _, received, sent in messages)
-    return found
-
-
-def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
-    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
-    members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for place, one in enumerate(diagnoses):
-        # the value may have been made earlier than it was seen: the count of one group can be compared, a sum cannot
-        alone = len(one.clock) == 1 and not one.sent and not one.received
-        for group, count in _clock(one).items():
-            members[group].append((place, count, one.seq if alone else -1))
-        if not one.clock:
-            for other_place, other in enumerate(diagnoses):
-                found[place, other_place] = _is_earlier_by_sum(one, other)
-                found[other_place, place] = _is_earlier_by_sum(other, one)
-    for entries in members.values():
-        places, counts, ties = (column[:, None] for column in numpy.array(entries).T)
-        fewer = (ties >= 0) & (ties < ties.T) & (counts == counts.T) | (counts < counts.T)
-        found[places, places.T] |= fewer
-    return found
-
-
-def _is_earlier_by_sum(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-    """Where the groups of one of them are not known. A process that is no rank shares none with anybody."""
-    if not is_rank(left.rank) or not is_rank(right.rank):
-        return False
-    if left.seq < 0 and right.seq < 0:  # no process group: only steps and batches put ranks in order
-        return (left.step, left.batch) < (right.step, right.batch)
-    known = left if left.clock else right
-    if len(known.clock) > 1 or known.sent or known.received:
-        return False
-    return left.seq < right.seq
-
-
-def _closure(leads: numpy.ndarray) -> list[int]:
-    """For each row the columns that it reaches, as bits."""
-    reached = [int.from_bytes(row.tobytes(), "little") for row in numpy.packbits(leads, axis=1, bitorder="little")]
-    for via, further in enumerate(reached):
-        if further:
-            for row, bits in enumerate(reached):
-                if bits >> via & 1:
-                    reached[row] = bits | reached[via]
-    return reached

@@ -21,6 +21,7 @@ from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import FrameCalls, begun, common, returns
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_skipped, rows_in
+from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
 from .loss_origin import explain_loss
 from .step_origin import UNSEEN, WeightHistory, explain_reduced, explain_step, history_of
 
@@ -93,7 +94,7 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
         role=found.at[2],
         between=None,
         sure=False,
-        own_code=own_code,
+        makers=PossibleMakers(own_code=own_code),
         notes=(*found.notes, *notes),
     )
 
@@ -112,7 +113,7 @@ def _of_buffer(found: LocalDiagnosis, alarm: AlarmPage) -> LocalDiagnosis:
         value=held.value,
         between=None,
         shape=None,
-        own_code=(),
+        makers=PossibleMakers(),
         at=(found.module, found.cls, role),
         notes=(f"first seen in the forward: {found.text}", *found.notes),
     )
@@ -141,7 +142,8 @@ class _ForwardTrail:
                 note = f"{changed.role} was finite when it was read after the last step"
                 since = f"it was finite when it was last read, and {UNSEEN}"
             found = self._of_weight(frame, changed)
-            return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
+            weight = replace(found.weight, changed_since=bool(frame.weights), history=since)
+            return replace(found, notes=(note,), weight=weight)
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None:
@@ -169,7 +171,7 @@ class _ForwardTrail:
         if given.at != (frame.module, frame.cls, mask.role):
             notes.insert(0, f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
         text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
-        return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, mask=text)
+        return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, minus_inf=text)
 
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
@@ -179,7 +181,8 @@ class _ForwardTrail:
             return self._trace_input(frame, given)
         found, place = self._made_in(frame, output), module_text(frame.module, frame.cls)
         note = f"{given.role} of {place} held -inf: the value may have been made from that"
-        return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
+        mask = replace(found.mask, text=found.mask.text or f"{given.role} held -inf")
+        return replace(found, sure=False, mask=mask, notes=(*found.notes, note))
 
     def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
         """A weight is bad. Where FSDP gathers it from all ranks, this rank's own shard may be finite."""
@@ -203,9 +206,7 @@ class _ForwardTrail:
             FramePhase.WEIGHT,
             sure=sure and not computed,
             notes=[*([history.note] if history.note else []), *notes],
-            computed=computed,
-            changed_since=history.changed,
-            history=history.text,
+            weight=WeightEvidence(changed_since=history.changed, computed=computed, history=history.text),
         )
 
     def _changed_weight(self, frame: Frame) -> Row | None:
@@ -232,7 +233,7 @@ class _ForwardTrail:
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
         row, place = _weight_row(bad.role, bad.value, bad.dtype), {"module": bad.module, "cls": bad.cls}
         found = self._diagnosis(frame, row, "weight", FramePhase.WEIGHT, **place, sure=False, notes=(note,))
-        return replace(found, changed_since=True, at=(bad.module, bad.cls, bad.role))
+        return replace(found, weight=replace(found.weight, changed_since=True), at=(bad.module, bad.cls, bad.role))
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         children = self._calls.children(frame)
@@ -257,7 +258,7 @@ class _ForwardTrail:
             between=(children[-1].module, None) if children else None,
             sure=not unseen,
             notes=(*(unread if frame.cls != NAMED_BY_SCRIPT else ()), *unseen, *self._removed(frame, output)),
-            weights_read=self._looked_again(frame),
+            weight=WeightEvidence(was_read=self._looked_again(frame)),
         )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
@@ -372,9 +373,17 @@ class _ForwardTrail:
             self._turned = self._turned or (module, cls)
 
     def _diagnosis(
-        self, frame: Frame, row: Row, source: Source, phase: FramePhase = FramePhase.FORWARD, **fields: Any
+        self,
+        frame: Frame,
+        row: Row,
+        source: Source,
+        phase: FramePhase = FramePhase.FORWARD,
+        *,
+        minus_inf: str = "",
+        **fields: Any,
     ) -> LocalDiagnosis:
-        found = self._alarm.diagnosis(frame, row, source, phase, turned=self._turned, **fields)
+        mask = MaskEvidence(minus_inf, self._turned)
+        found = self._alarm.diagnosis(frame, row, source, phase, mask=mask, **fields)
         if row.mark & RowMark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found

@@ -14,6 +14,7 @@ from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
 from ..report.sentence_parts import counted
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
+from .diagnosis_parts import WeightEvidence
 
 # Whether an optimizer's rule can have made a weight non-finite, from the known numbers of the step. Pure.
 #
@@ -209,7 +210,7 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
         elif can is None:
             notes.append(_OPEN)
     phase = FramePhase.OPTIMIZER if source == "made" else FramePhase.WEIGHT
-    return alarm.diagnosis(frame, row, source, phase, sure=sure, notes=notes, history=history)
+    return alarm.diagnosis(frame, row, source, phase, sure=sure, notes=notes, weight=WeightEvidence(history=history))
 
 
 def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
@@ -232,7 +233,9 @@ def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row
         notes.append(f"{key} was finite when it was last read, {when}")
         history = f"any step since that of batch {batch} can have made it: it was finite then, and {rarely}"
     history = "" if sure else history
-    return alarm.diagnosis(frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history=history)
+    return alarm.diagnosis(
+        frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, weight=WeightEvidence(history=history)
+    )
 
 
 _OPEN = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, from_event, reason
+from gpuwatch.collector.decide.diagnosis_order import DiagnosisOrder, reason
+from gpuwatch.collector.facts.diagnosis import LocalDiagnosis, from_event
+from gpuwatch.core.events import IssuedMoment
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,7 +147,7 @@ MESSAGES = st.dictionaries(st.sampled_from("xyz"), st.dictionaries(st.integers(-
 @given(st.lists(st.tuples(COUNTS, MESSAGES, MESSAGES, st.integers(-1, 4), st.integers(0, 2)), min_size=1, max_size=5))
 def test_whatever_ranks_say_it_is_a_strict_partial_order(given_places):
     ranks = [
-        DIAGNOSIS(rank=rank, clock=clock, sent=sent, received=received, seq=seq, batch=batch)
+        DIAGNOSIS(rank=rank, issued=IssuedMoment(seq, clock, sent, received), batch=batch)
         for rank, (clock, sent, received, seq, batch) in enumerate(given_places)
     ]
     order = DiagnosisOrder(ranks)
@@ -211,8 +213,7 @@ class Run:
     def note(self, rank):
         """A point at which it may see something bad."""
         self.past[rank][rank] += 1
-        place = {"clock": dict(self.clock[rank]), "seq": 0, "batch": 0}
-        place |= {"sent": {"0": dict(self.sent[rank]["0"])}, "received": {"0": dict(self.received[rank]["0"])}}
-        found = DIAGNOSIS(rank=rank, **place)
+        counts = ({"0": dict(of[rank]["0"])} for of in (self.sent, self.received))
+        found = DIAGNOSIS(rank=rank, batch=0, issued=IssuedMoment(0, dict(self.clock[rank]), *counts))
         self.points[rank].append((found, list(self.past[rank])))
         self.numbers[id(found)] = self.past[rank][rank]

@@ -97,7 +97,7 @@ def test_a_call_is_named_if_own_code_had_something_else_to_work_on(make, own_cod
     batch.backward("block.enter", "Linear", "output", make.NAN)
     found = find(batch)
     assert (found.module, found.cls, found.phase, found.role) == ("block.act", "GELU", "backward", "grad input[0]")
-    assert (found.sure, found.own_code) == (False, ("block",))
+    assert (found.sure, found.makers.own_code) == (False, ("block",))
     assert found.is_origin
 
 
@@ -126,7 +126,7 @@ def test_the_leaf_of_a_residual_block_is_named(make):
     batch.backward("embed", "Linear", "output", make.NAN)
     found = find(batch)
     assert (found.module, found.role, found.between) == ("block.inner", "grad input[0]", None)
-    assert (found.sure, found.own_code) == (False, ("block",))
+    assert (found.sure, found.makers.own_code) == (False, ("block",))
 
 
 def _block_of_gpt(make, root_loss=False):
@@ -154,14 +154,14 @@ def test_the_leaf_of_a_pre_norm_block_is_named(make, root_loss):
     batch.backward("wte", "Embedding", "output", make.NAN)
     found = find(batch)
     assert (found.module, found.cls, found.role, found.sure) == ("h.ln_1", "LayerNorm", "grad input[0]", False)
-    assert found.own_code == (("", "h") if root_loss else ("h",))
+    assert found.makers.own_code == (("", "h") if root_loss else ("h",))
 
 
 def test_a_sum_that_own_code_handed_on_leaves_its_user_open(make):
     batch = _block_of_gpt(make)
     batch.backward("h.attn", "Attention", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.sure, found.suspects, found.own_code) == ("h", False, ("h.ln_2",), ("h",))
+    assert (found.module, found.sure, found.makers.suspects, found.makers.own_code) == ("h", False, ("h.ln_2",), ("h",))
 
 
 def test_the_activation_of_a_gated_feed_forward_is_named(make):
@@ -178,7 +178,7 @@ def test_the_activation_of_a_gated_feed_forward_is_named(make):
         batch.backward(name, "Module", "output", 1.0)
     batch.backward("ff.wi_0", "Linear", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.role, found.sure, found.own_code) == ("ff.act", "grad input[0]", False, ("ff",))
+    assert (found.module, found.role, found.sure, found.makers.own_code) == ("ff.act", "grad input[0]", False, ("ff",))
 
 
 def test_an_inf_may_be_a_sum_of_large_gradients(make):
@@ -192,7 +192,12 @@ def test_an_inf_may_be_a_sum_of_large_gradients(make):
     batch.backward("block.inner", "Linear", "output", 3e38)
     batch.backward("embed", "Linear", "output", make.INF)
     found = find(batch)
-    assert (found.module, found.sure, found.suspects, found.own_code) == ("block", False, ("block.inner",), ("block",))
+    assert (found.module, found.sure, found.makers.suspects, found.makers.own_code) == (
+        "block",
+        False,
+        ("block.inner",),
+        ("block",),
+    )
 
 
 def test_a_leaf_inside_of_a_closed_block_that_was_handed_it(make):
@@ -237,7 +242,7 @@ def test_only_the_modules_own_code_used_it(make):
     batch.backward("block.enter", "Linear", "output", make.NAN)
     found = find(batch)
     assert (found.module, found.between, found.sure) == ("block", ("block.leave", "block.enter"), False)
-    assert (found.suspects, found.own_code) == (("block.leave",), ("block",))
+    assert (found.makers.suspects, found.makers.own_code) == (("block.leave",), ("block",))
 
 
 @pytest.mark.parametrize("others", ["none", "weights", "what it received"])
@@ -261,10 +266,10 @@ def test_what_a_module_has_returned_beside_something_else_it_may_have_used_itsel
     found = find(batch)
     if others == "weights":
         assert (found.module, found.sure) == ("block.attn", False)
-        assert "block.attn.out" in found.suspects
-        assert "block.attn" in found.own_code
+        assert "block.attn.out" in found.makers.suspects
+        assert "block.attn" in found.makers.own_code
     else:
-        assert "block.attn" not in found.own_code
+        assert "block.attn" not in found.makers.own_code
 
 
 def test_what_the_model_returned_gets_its_gradient_from_outside(make):
@@ -336,7 +341,12 @@ def test_a_tensor_with_the_numbers_of_another_one_is_not_that_one(make):
     batch.backward("block.down", "Linear", "output", 1.0)
     batch.backward("block.act", "GELU", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.suspects, found.own_code, found.sure) == ("block", ("block.down",), ("block",), False)
+    assert (found.module, found.makers.suspects, found.makers.own_code, found.sure) == (
+        "block",
+        ("block.down",),
+        ("block",),
+        False,
+    )
 
 
 def test_the_calls_of_a_compiled_region_are_as_deep_as_what_is_around_it(make):

@@ -28,7 +28,7 @@ def test_a_leaf_that_made_it_out_of_finite_values(make):
     batch.call("fc2", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor()})
     batch.call("", "Net", given=[x], returned=[y])
     found = find(batch)
-    assert (found.rank, found.batch, found.step, found.root, found.seq) == (2, 7, 7, "Net", 5)
+    assert (found.rank, found.batch, found.step, found.root, found.issued.seq) == (2, 7, 7, "Net", 5)
     assert (found.module, found.cls, found.phase, found.role) == ("fc2", "Linear", "forward", "output")
     assert (found.value, found.dtype, found.shape, found.between) == ("+inf", "float32", (2, 3), None)
     assert found.is_origin
@@ -107,7 +107,7 @@ def test_an_input_that_was_bad_at_the_start_keeps_the_place_where_it_was_first_s
     bad = batch.tensor(make.NAN)
     batch.call("fc", "Linear", given=[bad], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[bad], returned=[batch.tensor(make.NAN)], seq=9)
-    assert find(batch).seq <= 3
+    assert find(batch).issued.seq <= 3
 
 
 def test_a_value_between_two_calls_keeps_the_place_where_it_was_first_seen(make):
@@ -118,7 +118,7 @@ def test_a_value_between_two_calls_keeps_the_place_where_it_was_first_seen(make)
     batch.call("b", "Block", given=[bad], returned=[batch.tensor(make.INF)], seq=9)
     found = find(batch)
     assert found.between == ("a", "b")
-    assert found.seq <= 3
+    assert found.issued.seq <= 3
 
 
 def test_a_bad_input_is_chased_through_the_call_that_returned_it(make):
@@ -232,7 +232,7 @@ def test_the_innermost_of_the_calls_that_returned_it_is_its_maker(make):
     batch.call("attend", "Attend", given=[masked], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.between, found.turned) == ("masks.causal", None, ("attend", "Attend"))
+    assert (found.module, found.between, found.mask.turned) == ("masks.causal", None, ("attend", "Attend"))
 
 
 # -- -inf that is expected, until it turns into nan ---------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_where_neginf_turned_into_nan_is_told(make):
     batch.call("", "Net", given=[x], kwargs={"mask": mask}, returned=[batch.tensor(make.NAN)])
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("", "input", "kwargs.mask", "-inf")
-    assert found.turned == ("attention", "Attention")
+    assert found.mask.turned == ("attention", "Attention")
 
 
 def test_a_mask_that_code_between_two_calls_made(make):
@@ -257,7 +257,7 @@ def test_a_mask_that_code_between_two_calls_made(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch)
     assert (found.module, found.cls, found.phase, found.value) == ("layer", "Layer", "forward", "-inf")
-    assert (found.between, found.turned) == (("layer.query", "layer.attend"), ("layer.attend", "Attend"))
+    assert (found.between, found.mask.turned) == (("layer.query", "layer.attend"), ("layer.attend", "Attend"))
 
 
 @pytest.mark.parametrize("outer", [True, False])
@@ -270,7 +270,7 @@ def test_a_mask_that_was_added_to_another_one(make, outer):
     batch.call("", "Net", given=[x], kwargs={"mask": given if outer else x}, returned=[batch.tensor(make.NAN)])
     found = find(batch)
     assert (found.module, found.role) == (("", "kwargs.mask") if outer else ("padding", "output"))
-    assert found.turned == ("attend", "Attend")
+    assert found.mask.turned == ("attend", "Attend")
 
 
 def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
@@ -279,7 +279,7 @@ def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
     batch.call("widen", "Widen", given=[mask], returned=[wide])
     batch.call("attend", "Attend", given=[x, wide], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
-    assert (find(batch).phase, find(batch).role, find(batch).turned) == ("input", "input[1]", ("attend", "Attend"))
+    assert (find(batch).phase, find(batch).role, find(batch).mask.turned) == ("input", "input[1]", ("attend", "Attend"))
 
 
 def _masked(make, closed):
@@ -304,7 +304,7 @@ def test_a_mask_that_is_neginf_in_every_batch_is_no_cause(make, closed):
     )
     assert found.sure
     assert "kwargs.mask held -inf in batch 4 as well, and caused no nan" in found.notes
-    assert found.mask == ("a row of kwargs.mask is -inf throughout" if closed else "kwargs.mask held -inf")
+    assert found.mask.text == ("a row of kwargs.mask is -inf throughout" if closed else "kwargs.mask held -inf")
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -348,7 +348,7 @@ def test_own_code_right_after_a_call_that_returned_neginf(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch)
     assert (found.module, found.role, found.value) == ("attend.scores", "output", "-inf")
-    assert found.turned == ("attend", "Attend")
+    assert found.mask.turned == ("attend", "Attend")
 
 
 def test_own_code_that_had_a_mask_in_its_hands_is_the_maker_and_the_mask_is_mentioned(make):
@@ -358,7 +358,7 @@ def test_own_code_that_had_a_mask_in_its_hands_is_the_maker_and_the_mask_is_ment
     batch.call("drop", "Dropout", given=[bad], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.between, found.turned) == ("", ("query", "drop"), None)
+    assert (found.module, found.between, found.mask.turned) == ("", ("query", "drop"), None)
     assert any("-inf in input[1]" in note for note in found.notes)
 
 
@@ -501,18 +501,18 @@ def test_a_weight_that_was_changed_after_it_was_read_is_found(make):
     found = _looked_again(make, LookedAgain(weights={"weight": "nan"}))
     assert (found.module, found.phase, found.role, found.source) == ("fc", "weight", "weight", "weight")
     assert "weight was finite when it was read after the last step" in found.notes
-    assert found.changed_since
+    assert found.weight.changed_since
 
 
 def test_a_weight_that_a_later_step_made_bad_says_nothing(make):
     found = _looked_again(make, LookedAgain(weights={"weight": "nan"}, same_step=False))
-    assert (found.phase, found.source, found.weights_read) == ("forward", "made", False)
+    assert (found.phase, found.source, found.weight.was_read) == ("forward", "made", False)
 
 
 @pytest.mark.parametrize("again", [None, LookedAgain(weights={"weight": "finite"})])
 def test_it_is_told_whether_the_weights_were_read_again(make, again):
     found = _looked_again(make, again)
-    assert (found.phase, found.source, found.weights_read) == ("forward", "made", again is not None)
+    assert (found.phase, found.source, found.weight.was_read) == ("forward", "made", again is not None)
 
 
 @pytest.mark.parametrize(("shard", "source"), [("nan", "weight"), ("finite", "received"), ("", "weight")])
@@ -523,9 +523,9 @@ def test_of_a_gathered_weight_the_ranks_own_shard_decides(make, shard, source):
 
 def test_a_weight_that_the_script_has_computed_has_its_reason_elsewhere(make):
     found = _looked_again(make, LookedAgain(computed=["weight"]), bad_weight=True)
-    assert (found.source, found.computed, found.sure) == ("weight", True, False)
+    assert (found.source, found.weight.computed, found.sure) == ("weight", True, False)
     other = _looked_again(make, LookedAgain(computed=["bias"]), bad_weight=True)
-    assert not other.computed and other == _looked_again(make, LookedAgain(), bad_weight=True)
+    assert not other.weight.computed and other == _looked_again(make, LookedAgain(), bad_weight=True)
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -560,7 +560,7 @@ def test_weights_that_are_not_watched_are_those_that_the_alarm_found(make, weigh
     batch.call("head", "Linear", given=[x], returned=[y])
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(weights=weights))
     found = find(batch)
-    assert (found.module, found.phase, found.weights_read) == ("head", phase, True)
+    assert (found.module, found.phase, found.weight.was_read) == ("head", phase, True)
     assert says in " ".join(found.notes)
 
 
@@ -589,7 +589,7 @@ def test_a_weight_inside_of_code_that_was_not_looked_into_is_named_if_it_is_not_
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
     found = find(batch)
     assert (found.source, found.module, found.sure) == (source, module, False)
-    assert source == "made" or (found.phase, found.value, found.changed_since) == ("weight", "nan", True)
+    assert source == "made" or (found.phase, found.value, found.weight.changed_since) == ("weight", "nan", True)
 
 
 def test_a_weight_that_is_not_finite_any_more_is_not_blamed_where_the_calls_inside_were_seen(make):
@@ -679,14 +679,14 @@ def taken(make, **again):
 
 def test_a_module_behind_the_one_that_frames_show_comes_into_question(make):
     found = taken(make, own_code=[ENCODER, TAKER], own_code_of="output")
-    assert (found.module, found.cls, found.own_code, found.sure) == ("", "Net", ("encoder", "taker"), False)
+    assert (found.module, found.cls, found.makers.own_code, found.sure) == ("", "Net", ("encoder", "taker"), False)
     assert found.at == ("taker", "Taker", "output")
 
 
 def test_of_several_the_one_that_holds_it_is_named(make):
     held = [HeldValue("encoder", "Encoder", "kept", "+inf")]
     found = taken(make, own_code=[ENCODER, TAKER], own_code_of="output", held=held)
-    assert (found.module, found.cls, found.own_code, found.sure) == ("encoder", "Encoder", ("encoder",), False)
+    assert (found.module, found.cls, found.makers.own_code, found.sure) == ("encoder", "Encoder", ("encoder",), False)
 
 
 @pytest.mark.parametrize(
@@ -700,7 +700,7 @@ def test_of_several_the_one_that_holds_it_is_named(make):
 )
 def test_else_what_frames_show_stands(make, again):
     found = taken(make, **again)
-    assert (found.module, found.own_code, found.sure) == ("taker", (), True)
+    assert (found.module, found.makers.own_code, found.sure) == ("taker", (), True)
 
 
 def test_an_attribute_of_another_module_that_holds_it_leaves_a_doubt(make):

@@ -43,22 +43,22 @@ SCRIPT = "the script, a load or memory changed it"
 def test_finite_after_the_last_step_is_changed_by_no_step(make):
     found = find(bad(make, 3), trained(make, 2), trained(make, 1))
     assert (found.module, found.phase, found.source, found.role) == ("fc", "weight", "weight", "weight")
-    assert (found.changed_since, found.sure) == (True, False)
-    assert found.history == f"it was finite after step 3, and no optimizer step was seen in between: {SCRIPT}"
+    assert (found.weight.changed_since, found.sure) == (True, False)
+    assert found.weight.history == f"it was finite after step 3, and no optimizer step was seen in between: {SCRIPT}"
     assert found.notes[0] == ("weight was finite when it was last read, after the step of batch 2: abs max 1.00e+00")
 
 
 def test_several_batches_of_one_step_hold_no_step(make):
     """Gradient accumulation."""
     found = find(bad(make, 3, step=1), trained(make, 2, step=1, stepped=None))
-    assert found.history == f"it was finite in batch 2, and no optimizer step was seen in between: {SCRIPT}"
-    assert found.changed_since
+    assert found.weight.history == f"it was finite in batch 2, and no optimizer step was seen in between: {SCRIPT}"
+    assert found.weight.changed_since
 
 
 def test_before_the_first_step_a_weight_that_was_finite_is_no_matter_of_initialisation(make):
     """The script steps by itself, without an optimizer."""
     found = find(bad(make, 2, step=0), trained(make, 1, step=0, stepped=None))
-    assert found.changed_since
+    assert found.weight.changed_since
     verdict = overflow_verdict(
         fold(
             ("a0", n, body)
@@ -87,14 +87,14 @@ def test_two_calls_of_one_forward(make):
     for number in (1.0, make.NAN):
         batch.call("fc", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor(number)})
     batch.call("", "Net", given=[x], returned=[y])
-    assert find(batch).history.startswith("it was finite earlier in that batch, and no optimizer step")
+    assert find(batch).weight.history.startswith("it was finite earlier in that batch, and no optimizer step")
 
 
 def test_steps_after_which_it_was_not_read_leave_it_open(make):
     """Its master copy in float32 is what the optimizer holds: gradients are its own, no step reads it."""
     found = find(bad(make, 3), trained(make, 2, stepped=None))
-    assert (found.changed_since, found.sure) == (False, False)
-    assert found.history == (
+    assert (found.weight.changed_since, found.sure) == (False, False)
+    assert found.weight.history == (
         "it was finite in batch 2; 1 optimizer step ran in between, and it was not read after that: whether a step or "
         "something else changed it is unknown"
     )
@@ -103,15 +103,17 @@ def test_steps_after_which_it_was_not_read_leave_it_open(make):
 def test_a_weight_without_a_gradient_that_no_step_touches(make):
     """It is frozen: other weights have gradients, and are read after their step."""
     found = find(bad(make, 3), trained(make, 2, stepped=None, gradient=None))
-    assert found.changed_since
-    assert found.history == (f"it was finite in batch 2, had no gradient since, and no step on it was seen: {SCRIPT}")
+    assert found.weight.changed_since
+    assert found.weight.history == (
+        f"it was finite in batch 2, had no gradient since, and no step on it was seen: {SCRIPT}"
+    )
 
 
 def test_a_batch_that_is_missing_may_have_held_a_step(make):
     frozen = {"stepped": None, "gradient": None}
     found = find(bad(make, 5), trained(make, 2, **frozen))
-    assert not found.changed_since
-    assert "3 optimizer steps ran in between" in found.history
+    assert not found.weight.changed_since
+    assert "3 optimizer steps ran in between" in found.weight.history
 
 
 @pytest.mark.parametrize(("missing", "changed"), [(False, True), (True, False)])
@@ -119,16 +121,17 @@ def test_steps_of_other_optimizers_do_not_touch_it(make, missing, changed):
     """A GAN: two steps in each batch, and one of them is on this model."""
     last, before = bad(make, 5 if missing else 3, step=6), trained(make, 2, step=4)
     found = find(last, before)
-    assert found.changed_since is changed
+    assert found.weight.changed_since is changed
     assert (
         missing
-        or found.history == f"it was finite after the step of batch 2, and no later step on it was seen: {SCRIPT}"
+        or found.weight.history
+        == f"it was finite after the step of batch 2, and no later step on it was seen: {SCRIPT}"
     )
 
 
 def test_a_collective_in_between_may_have_brought_it(make):
     found = find(bad(make, 3, seq=9), trained(make, 2, seq=7))
-    assert found.history.endswith(": the script, a load, a collective or memory changed it")
+    assert found.weight.history.endswith(": the script, a load, a collective or memory changed it")
 
 
 def test_a_shard_is_not_the_whole_weight(make):
@@ -142,13 +145,13 @@ def test_a_shard_is_not_the_whole_weight(make):
     x, y = last.tensor(), last.tensor(make.NAN)
     last.call("fc", "Linear", given=[x], returned=[y], weights={"weight": last.tensor(make.NAN)}, shapes=whole)
     found = find(last, batch)
-    assert not found.changed_since
-    assert found.history.startswith("it was finite in batch 2; 1 optimizer step ran in between")
+    assert not found.weight.changed_since
+    assert found.weight.history.startswith("it was finite in batch 2; 1 optimizer step ran in between")
 
 
 def test_nothing_from_before(make):
     found = find(bad(make, 3))
-    assert (found.history, found.changed_since, found.sure) == ("", False, True)
+    assert (found.weight.history, found.weight.changed_since, found.sure) == ("", False, True)
 
 
 def test_a_weight_whose_output_led_to_a_second_look(make):
@@ -158,8 +161,11 @@ def test_a_weight_whose_output_led_to_a_second_look(make):
     batch.call("fc", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor()})
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(weights={"weight": "nan"}))
     found = find(batch, trained(make, 2))
-    assert found.changed_since
-    assert found.history == f"it was finite when it was last read, and no optimizer step was seen in between: {SCRIPT}"
+    assert found.weight.changed_since
+    assert (
+        found.weight.history
+        == f"it was finite when it was last read, and no optimizer step was seen in between: {SCRIPT}"
+    )
 
 
 # -- after a step -------------------------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ def test_a_weight_that_had_no_gradient_was_not_changed_by_the_step(make, cls, su
         batch.anomaly = msgspec.structs.replace(batch.anomaly, optimizer=OptimizerStep(cls, {"lr": 3e38}))
     found = find(batch, trained(make, 2))
     assert (found.module, found.phase, found.source, found.sure) == ("fc", "weight", "changed", sure)
-    assert found.history == "it had no gradient, and a step changes no weight without one"
+    assert found.weight.history == "it had no gradient, and a step changes no weight without one"
 
 
 def test_what_went_into_a_step_is_the_weight_as_it_was_last_read(make):
