@@ -93,7 +93,7 @@ class AskedAll:
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, RankLook):
-            self.number = max(self.number, event.number)  # of a collector before this one
+            self.number = max(self.number, event.number)  # of a collector that was started again since
             if self._open and (event.number, event.where.attempt) == (self.number, self._attempt):
                 self._looks[event.where.rank] = event
         elif not self._open and now >= self._again_at:

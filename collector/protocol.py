@@ -167,7 +167,7 @@ class RunProtocol:
             ahead = self._look_ahead(message.body, now) if believed else []
             return [*actions, *ahead, SendMessage(agent, MessageAck(node.stored, resend=True))]
         node.received = message.n
-        if not believed or isinstance(message.body, AgentHello):  # what it said hello with stands
+        if not believed or isinstance(message.body, AgentHello):  # a repeated hello changes nothing
             return actions
         return [*actions, StoreMessage(), *self._react(node, message.body, now)]
 

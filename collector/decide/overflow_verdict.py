@@ -52,7 +52,8 @@ _TIERS = (
     ("received",),
     ("carried",),
 )
-"""Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
+"""Sources of diagnoses (facts/diagnosis.py), the strongest first. Where nothing shows which of several came first, only
+those of the first line that occurs here are named: whoever made a value can have sent it to whoever received it."""
 _MOST_PASSED = 8
 """How many ranks whose value came from outside are checked for transfers that may have brought it."""
 _OF_NO_MODULE: dict[str, Any] = dict.fromkeys(("module", "cls", "role", "root")) | {"phase": FramePhase.COLLECTIVE}

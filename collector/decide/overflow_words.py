@@ -313,7 +313,8 @@ def wild_line(wild: WildWeight) -> str:
 
 
 def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[str]:
-    """Short advice on what to look at."""
+    """What to do next: the cause's own advice, where cause/ has found one; else what the evidence points at; else what
+    goes with the way in which the value came there (`LocalDiagnosis.source`)."""
     clues = clues or AdviceClues()
     known = clues.cause.next if clues.cause is not None else []
     steps = known or _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))

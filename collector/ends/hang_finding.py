@@ -37,8 +37,10 @@ from .hang_model import (
 def find_hang(
     looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int, *, over: bool = False
 ) -> HangFinding | None:
-    """None if it is no hang: nobody was seen, somebody has stopped all of the ranks on purpose, or none of them waits
-    and one computes: what does not show in its recorder, such as an import, a compilation or a search.
+    """The hang, and who is at fault. None if it is no hang:
+
+    - no rank has answered, or all that have are stopped by a signal or a debugger;
+    - no rank waits, and one computes: an import, a compilation or a search moves nothing in the recorder.
 
     `ended` are the ranks of that attempt that have ended, with how they did. `world_size` is how many ranks there are.
     `over`: all of them have ended since they were asked.

@@ -313,7 +313,8 @@ def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[
 def left_open(
     groups: Iterable[GroupState], tables: Mapping[int, Sequence[GroupState]], world_size: int
 ) -> tuple[GroupState, int] | None:
-    """Where a rank that waits stands by what C++ has issued: the first that a member never began, which has no end."""
+    """The collective of C++'s, such as DDP's, in which a waiting rank stands: the first that it has begun and another
+    member has not. The table shows no end of these."""
     found = [(group, number) for group in groups if (number := _first_open(group, "issued", tables, world_size))]
     return min(found, key=lambda place: place[0].since_s, default=None)
 
@@ -381,8 +382,11 @@ def _issued(state: GroupState, number: int) -> IssuedOperation | None:
 def mismatch_of(
     tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
 ) -> OperationMismatch | None:
-    """The first number under which members of a group have begun different operations, where a rank stands at or
-    behind it. None if there is none, or if the numbers cannot be compared: all have ended a number that differs."""
+    """The first number under which members of a group have begun different operations, if a rank stands there or later.
+
+    None if there is none. None also if all of them have ended that number: operations that differ cannot all end
+    together, so the ranks' numbers do not count the same thing.
+    """
     for name, text in dict.fromkeys((state.name, state.members) for state, at in places.values() if at > 0):
         members = tuple(members_of(text, world_size))
         states = {rank: _state(tables.get(rank, ()), name, text) for rank in members}

@@ -65,7 +65,7 @@ class EarlyReading:
     page: OpenPage
     row: RecordedRow
     step: int
-    """Steps finished at that time, as `issued`, `address` and `version` are of that time."""
+    """Optimizer steps finished when it was read. `issued`, `address` and `version` are of the same moment."""
     issued: int
     address: int
     version: int

@@ -50,7 +50,7 @@ class AlarmExplainer(Protocol):
     """What is told of calls so that an alarm can be explained once the job ends: worker/explain/second_run.py."""
 
     is_on: bool
-    """Until an alarm was explained."""
+    """False once an alarm was explained."""
     keeps_roots: bool
     """Whether it needs the arguments of roots."""
 
@@ -102,7 +102,8 @@ class ModuleCalls:
         self._grads = "grads" in settings.watch
         self._last_batch = settings.abort_after_batch
         self._interrupted: OpenPage | None = None
-        """The page of the hook of ours that a signal's handler has interrupted, and in which it has called the root."""
+        """A signal's handler may call the model while a hook of ours writes: the page of that hook. It is made the
+        current page again when the handler's call returns. Else None."""
 
     # -- called by torch ----------------------------------------------------------------------------------------
 
@@ -322,10 +323,11 @@ class ModuleCalls:
         #  3. forget what a collective within the call may have changed, before its arguments are looked up
         #  4. write the frames of graphs that ran in the call, which come before its own
         #  5. write its frame
-        #  6. read its masks, then launch what still waits to be read of weights that FSDP frees in the module's own
-        #     hook, right after this
-        #  7. take the entry off, whatever steps 4 to 6 have raised. After an exception in 1 to 3 the entry stays: the
-        #     next call drops it, as in step 1
+        #  6. read the masks among its arguments that lie on a device (record/late_masks.py)
+        #  7. if FSDP or ZeRO 3 shards the model: start the readings of weights that still wait, since FSDP's own
+        #     forward hook runs right after this one, and frees the weights
+        #  8. take the entry off, also if 4 to 7 have raised. If 1 to 3 raise, the entry stays: the next call drops it
+        #  9. if it was the outermost call: close the page, judge, record the inputs (`_leave_root`)
         if _this_thread() != running.thread:
             return None
         info = stack[-1]
@@ -336,8 +338,9 @@ class ModuleCalls:
                 return None  # entered before the hooks were attached
             stack.pop()
             info = stack[-1]
-        # A forward may also return None. The exception that is handled tells the two apart, unless the script called
-        # the root in an `except` block: that one is not of this call.
+        # `output` is None if the forward has raised, and also if it returned None. It has raised if Python handles an
+        # exception now that it did not handle when the root was called. The script may call its model within an
+        # `except` block: that exception was there before.
         raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
         info.seq, info.first_node, info.entered = self._starts[len(stack) - 1]
         if running.nodes is not None:

@@ -179,11 +179,15 @@ class CompiledPolicy:
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
 
     def may_open(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> RegionScope:
-        """Whether a compiled region is recorded: its `owner` is running, or no module outside of it is.
+        """Whether a region that torch.compile traces is recorded, and which module its runs belong to (RegionScope).
 
-        `first` is the first module in it, and `owner` the one whose method is compiled. Others of its class may share
-        the graph: a run belongs to the module that is running. Wrappers do not count. `known`: a graph of this class is
-        recorded already. Without a module outside that identifies the run, the numbers of two graphs would be mixed.
+        Modules of one class may share a graph, so something must tell of which of them a run is:
+
+        - `owner`, the module whose method is compiled, is running, and hooks see its call: the run is its own.
+        - No module but wrappers is running: it is recorded if no graph of this class is yet (`known`). The numbers of
+          two could not be told apart.
+
+        Else it is not recorded. `first`: the first module in the region.
         """
         cls = class_of(first)
         inner = self._stack[-1] if self._stack else None

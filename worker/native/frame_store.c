@@ -6,7 +6,9 @@
    - Code in Python may be half-way through a frame when another thread gets the interpreter's lock. Such code holds the
      mutex (RecorderLock, worker/record/progress.py), and its thread's id is in the cursor's cell HOLDER. C looks there, and
      gives up if that is another thread. C never waits for the mutex here: the holder may need the interpreter's lock.
-   - The thread that holds the mutex is not kept out by it: the mutex is an RLock.
+   - The thread that holds the mutex may write here, as a signal's handler does that has interrupted its own writing in
+     Python: the mutex is an RLock. Python writes what belongs together without a call in between, so that no handler comes
+     half-way (core/recorder/writer.py), and compares the counts before it writes.
    - Between `begin_frame` and `store_frame` the interpreter's lock may be released: while a large tensor is read
      (threads.c), at each call of Python, and by finalizers, which gc until 3.11 may run at any allocation. Another thread may
      then write a frame, end the page or close the file. `store_frame` compares page and counts, and stores nothing if one
@@ -177,7 +179,9 @@ int store_frame(FrameWriter *self, Frame *frame, const Call *call)
         if (frame->values == VALUES_PER_SEGMENT && (segment = borrow_next(self, frame, &memory)) == NULL)
             return 0;
         put_value(segment, frame->values++, row);
-        publish(&((int64_t *)segment)[S_VALUES], frame->values); /* a value that no row names is harmless: a row that names none is not */
+        /* The values come before the rows. A reader that sees values without their rows loses nothing. A reader that saw a
+           row without its value would read what lay there before. */
+        publish(&((int64_t *)segment)[S_VALUES], frame->values);
     }
     if (segment != NULL &&
         (frame->frames == FRAMES_PER_SEGMENT || frame->row_count + frame->used > ROWS_PER_SEGMENT))

@@ -1,5 +1,8 @@
-/* Gathers the rows of ordinary frames, as worker/hooks/ and worker/record/ do for any frame. It works on their
-   dictionaries. frame_reads.c reads the numbers, and frame_store.c writes the frame. A frame that is not ordinary is left to them: then nothing was written and remembered here.
+/* Gathers the rows of ordinary frames. frame_reads.c reads their numbers, and frame_store.c writes the frame. All of it
+   works on the dictionaries of worker/hooks/ and worker/record/.
+
+   A frame is ordinary if this code can read all of its tensors, and their numbers are finite and not near overflow. For
+   any other frame it writes nothing, enters nothing into the dictionaries, and returns 0: then Python writes the frame.
 
    Rules of CPython that hold in all of these files:
    - Arguments are borrowed: who calls holds them until the function returns. What is taken from them (an item of a list or a

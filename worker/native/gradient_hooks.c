@@ -36,8 +36,8 @@ static int hook_traverse(Hook *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* torch keeps hooks in its own C++ objects, which gc does not see: a cycle through a tensor's graph is broken by torch alone.
-   Here the cycle is broken that runs through the writer and its tables. */
+/* For gc: breaks reference cycles through the writer and its tables. gc cannot see a cycle that runs through a tensor's
+   graph, because torch holds its hooks from C++. Such a cycle ends when torch frees the graph. */
 static int hook_clear(Hook *self)
 {
     Py_CLEAR(self->writer);
@@ -120,7 +120,8 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     if (!integer_of(page, s_number, &number) || number != frame.page || !integer_of(hook->info, s_id, &call.module))
         return 0;
     const int scaled = truth_of(self->gradients, s_scaled), rehearsed = truth_of(page, s_rehearses);
-    if (scaled < 0 || rehearsed < 0 || (!is_local && !may_look(self)) || !issued_now(self, &frame.seq)) /* a parameter's hook has asked */
+    /* for a parameter, take_parameter has asked may_look already */
+    if (scaled < 0 || rehearsed < 0 || (!is_local && !may_look(self)) || !issued_now(self, &frame.seq))
         return 0;
     const int mark = (scaled ? MARK_SCALED : 0) | (rehearsed ? MARK_REHEARSED : 0);
     call.rank_module = call.module;
@@ -200,7 +201,7 @@ static PyObject *output_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
     Py_INCREF(page);
     if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, NULL))
         result = Py_NewRef(Py_None);
-    else if (keeps_error()) /* the script's: it is raised without the way through Python, which would run with it pending */
+    else if (keeps_error()) /* a signal's handler has raised: Python would run more code before the script gets it */
         result = NULL;
     else
         result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_output, self->info, self->role, page,
@@ -338,9 +339,10 @@ static PyType_Spec output_hook_spec = {"gpuwatch.worker.native.core.OutputHook",
 static PyType_Spec parameter_hook_spec = {"gpuwatch.worker.native.core.ParameterHook", sizeof(Hook), 0, HOOK_FLAGS,
                                           parameter_hook_slots};
 
-/* Dynamo reads __call__ of a type, and breaks a graph at one that is not of Python. A call takes tp_call, which stays: CPython
-   (type.__setattr__, update_slot) sets it to a function that calls the new __call__, and so it is put back. CPython caches
-   what it has found in a type, by a number that PyType_Modified takes away. */
+/* Have dynamo trace a function of Python in place of our hooks in C. Dynamo looks up `__call__` on the type, and breaks the
+   graph if that is no function of Python: so `__call__` is set. CPython then also replaces tp_call, the slot that ordinary
+   calls use (type.__setattr__, update_slot): the old one is put back, so that eager calls stay in C. PyType_Modified empties
+   CPython's cache of what it has looked up in the type. */
 PyObject *trace_hooks_as(PyObject *module, PyObject *function)
 {
     PyTypeObject *types[] = {output_hook_type, parameter_hook_type};

@@ -198,7 +198,8 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     const int64_t unseen = new.counted - fields[G_COUNTED];
     const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
     int64_t *recent = operation_of(fields, number);
-    /* one that has begun and is not issued yet, in another thread or where a handler has interrupted it, is counted here only */
+    /* The call that follows raises torch's own counter by one. That one is added here in advance, so that it is not taken for
+       an operation of C++'s: in another thread, or in a signal's handler, before the call is made. */
     fields[G_COUNTED] = (unseen > 0 ? new.counted : fields[G_COUNTED]) + 1;
     recent[0] = number;
     recent[1] = what_of(operation, new.dtype, root);

@@ -1,8 +1,9 @@
-/* Reads how many operations were issued on all process groups, without a bytecode of Python, at which a signal's handler
-   could run. worker/record/collectives.py counts and has the rule: it is asked only when something was issued since.
+/* Counts the operations that were issued on all process groups. Every hook asks for this number.
 
-   Every hook asks for this number. A handler that raised here would raise in the midst of a hook; without a bytecode it runs
-   before or after the hook, in the script's own code. What `count` raises goes to the caller: it may be the script's. */
+   It runs no Python code where nothing was issued since the last call. So no signal's handler can run in here and raise in
+   the middle of a hook: Python runs the handler at the next function of Python (errors.c). Where something was issued,
+   `count` is called, which is Python (worker/record/collectives.py). What that raises may be the script's. So it goes on to
+   the caller, who must not clear it. */
 
 #include "issued.h"
 

@@ -2,9 +2,13 @@
 
 core/judge.py has said that they are bad. They are held back here until it is known whether they matter:
 
-a bad weight, its call's output finite an alarm once it has a gradient; a notice if other weights of the model get one
-a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
-a copy, with gradients                 an alarm when a backward reaches it; else a notice
+    a weight, whose module has returned     an alarm once a gradient of it was recorded; a notice once other weights of
+    finite values                           its model have gradients and it has none
+    what a model returns that no optimizer  an alarm when a backward reaches it; a notice at the next optimizer step
+    holds (a metric, a teacher, a copy)     without that. If something else is bad in the same step, this one is
+                                            recorded before it, as its possible cause
+    what is not known by then               an alarm: of a weight when the next batch of its model begins, of a model
+                                            when the script ends
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class FaultGuard(NamedTuple):
 
 
 class FaultRecorder:
-    """`_MAX_FAULTS` errors remove the hooks, so the hooks' ledger is made here."""
+    """Records gpuwatch's own errors. At the `_MAX_FAULTS`th it removes all hooks, and so it owns their ledger."""
 
     def __init__(self, recorder: RecorderWriter, where: Callable[[], RunPosition]) -> None:
         self._recorder = recorder

@@ -1,4 +1,7 @@
-"""Which module is a root, and the id and name of every module under it. Each definition is recorded once."""
+"""Which module is a root, and the id and name of every module under it. Each definition is recorded once.
+
+A root is a module that the script calls while no other module runs: a model, as a rule.
+"""
 
 from __future__ import annotations
 

@@ -458,9 +458,11 @@ class RowWriter(DeviceRows):
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
 
     def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int, info: ModuleInfo | None) -> None:
-        """Record the first one with floats that cannot be read. A frozen weight shows in what its module returns.
+        """A tensor could not be read. The first one that may hide an overflow is recorded as an event.
 
-        So does one that FSDP2 gathers from shards, which the optimizer changes. `info`: the module of a weight.
+        Two kinds hide none: a frozen weight, as a bad one shows in what its module returns; and a weight that FSDP2
+        gathers from shards that can be read. A result that a collective still writes into is looked at later
+        (`look_at_unfinished`). `info`: the module, if it is a weight.
         """
         if self._unmeasured_told or mark & _IGNORED:
             return
