@@ -638,6 +638,53 @@ class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """How many of `parameters` are on a device: nobody reads them."""
 
 
+class ZeroedGradients(RankEvent, frozen=True, tag="zeroed_gradients"):
+    """An optimizer was handed nothing but zeros, where the backward had made others. `where` is the first such batch.
+
+    From `module` on it is about the largest of these gradients, and about the batch that has it.
+    """
+
+    batches: int
+    """In how many batches, of those with a step that were read."""
+    of: int
+    """How many these are."""
+    last: int
+    """The last such batch."""
+    module: str
+    cls: str
+    role: str
+    """`grad weight`"""
+    dtype: str
+    abs_max: float
+    """As the backward made it."""
+    norm_least: float = 0.0
+    """The norm of all gradients of that dtype in that batch is at least this,"""
+    norm_most: float = 0.0
+    """and at most this."""
+    is_scaled: bool = False
+    """A GradScaler has scaled the loss: these numbers contain its scale."""
+
+
+class UnmovedWeights(RankEvent, frozen=True, tag="unmoved_weights"):
+    """The weights of a root had the same numbers over many steps, with gradients all the time. `where`: the first."""
+
+    steps: int
+    """After how many of them the weights were seen,"""
+    of: int
+    """of this many."""
+    weights: int
+    """How many have a gradient, and were compared."""
+    module: str
+    """From here on: the weight with the largest number."""
+    cls: str
+    role: str
+    dtype: str
+    abs_max: float
+    abs_min: float
+    is_stepped: bool = False
+    """The optimizer that stepped has these weights, or one of them."""
+
+
 class UnreadStates(RankEvent, frozen=True, tag="unread_states"):
     """An optimizer was freed before what it keeps in 16 bits or less was read after its last step."""
 
@@ -1059,6 +1106,8 @@ Event = (
     | RankLook
     | StepTimes
     | LimitForecast
+    | ZeroedGradients
+    | UnmovedWeights
     | NodeSignal
     | AttemptNodes
     | GpuXid

@@ -30,9 +30,11 @@ from ..core.events import (
 from ..core.frames import Frame, Page, format_frames
 from ..core.guest.tell import tell
 from ..core.judge import anomaly_of_page
+from ..core.recorder.page_tables import PageTables
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
+from ..core.recorder.step_effects import StepEffects
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
 from ..core.signal_errors import from_outside
@@ -144,11 +146,16 @@ def _messages(
 ) -> Iterator[AgentBody]:
     happened = list(events)
     members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
+    defined, held = list(definitions), list(pages)
     yield AgentHello("process", socket.gethostname(), members, 1, 1, ["gpuwatch.watch"], {}, "")
-    yield NameDefinitions(state.rank, state.attempt, list(definitions))
+    yield NameDefinitions(state.rank, state.attempt, defined)
     yield from map(EventMessage, happened)
-    held = list(pages)
     yield from held
+    effects = StepEffects()
+    effects.define(defined)
+    for page in held:
+        effects.add(page, PageTables(page), late=True)
+    yield from map(EventMessage, effects.events(state.rank, state.attempt))
     last = held[-1].number if held else -1
     where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     failed = any(isinstance(event, ScriptError) for event in happened)

@@ -20,6 +20,7 @@ from ..facts.kept_pages import KeptPage, OpenHistory
 from ..facts.replicas import peers_of
 from ..report.model import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
+from .step_remarks import gradients_zeroed, weights_unmoved
 from .timeline import forecasts_of, limit_text, passing_text
 
 MENDS = {
@@ -30,6 +31,8 @@ MENDS = {
     "some ranks.",
     Code.SCALER_COLLAPSING: "A scale that only falls means gradients that are inf or nan at any scale: look at that "
     "module's backward.",
+    Code.GRADIENTS_ZEROED: "",
+    Code.WEIGHTS_UNMOVED: "",
     Code.GROWTH: "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or "
     "float32.",
     Code.NEAR_OVERFLOW: "Compute these modules in bfloat16 or float32, or keep their values from growing.",
@@ -41,7 +44,7 @@ MENDS = {
     Code.UNDERFLOW: "Compute these modules in bfloat16 or float32, which reach further down.",
     Code.OWN_FAULT: "",
 }
-"""Code -> what to do about it. The most harmful first."""
+"""Code -> what to do about it; empty where the insight itself brings it. The most harmful first."""
 
 
 def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
@@ -53,6 +56,8 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
     kinds: list[Callable[[], Iterator[RunInsight]]] = [
         lambda: unlike_replicas(facts, ranks),
         lambda: scaler_collapsing(ranks),
+        lambda: gradients_zeroed(ranks),
+        lambda: weights_unmoved(ranks),
         lambda: growth(ranks),
         lambda: infinite_losses(ranks),
         lambda: warned_rows(ranks),

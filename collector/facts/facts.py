@@ -102,6 +102,8 @@ class RankFacts:
     step_times: events.StepTimes | None = None
     forecasts: list[events.LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
+    zeroed_gradients: list[events.ZeroedGradients] = field(default_factory=list)
+    unmoved_weights: list[events.UnmovedWeights] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
 

@@ -335,6 +335,8 @@ def _sort(rank: RankFacts) -> None:
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
+    rank.zeroed_gradients.sort(key=lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches))
+    rank.unmoved_weights.sort(key=lambda unmoved: (_place(unmoved.where), unmoved.where.root, unmoved.steps))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
 
 

@@ -204,6 +204,10 @@ class PageTables:
         """Which rows belong to frames of the forward, or of a loss."""
         return self._rows_of(self._forward() | (self.frames["phase"] == FramePhase.LOSS.number))
 
+    def rows_of(self, phase: FramePhase) -> Any:
+        """Which rows belong to frames of this phase."""
+        return self._rows_of(self.frames["phase"] == phase.number)
+
     def _rows_of(self, chosen: Any) -> Any:
         starts, ends = self._bounds
         most = len(self.rows) + 1

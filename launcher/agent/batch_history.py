@@ -25,6 +25,7 @@ from ...core.values import DTYPE_MAX, DTYPE_NAMES
 from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_starts, pack_steps
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
+from .step_pages import StepPages
 
 # How the kept history of a long run gets coarser with age. Pure.
 
@@ -97,6 +98,7 @@ class RankHistory:
         self._told: list[LimitForecast] = []
         self.forecast_error: Exception | None = None
         """The first error of ours in them."""
+        self.steps = StepPages()
         self._hottest: list[HotModule] = []
         self._hottest_of: tuple[int, ...] = ()
 
@@ -104,6 +106,7 @@ class RankHistory:
         """New definitions of the rank."""
         entries = list(entries)
         self._slots.define(entries)
+        self.steps.define(entries)
         for entry in entries:
             if isinstance(entry, ModuleDef):
                 self._modules[entry.id] = entry
@@ -119,6 +122,7 @@ class RankHistory:
         if self._since[0] != number:
             self._since = number, now
         late = now - self._since[1] > _PENDING_S
+        self.steps.read_again(reader, late=late)
         for earlier in range(max(self._done + 1, number - _AT_A_TIME + 1), number + 1):
             self._take(reader.page(earlier), late=late)
         self._due = now + (self._clock() - began) / self._share
@@ -156,10 +160,12 @@ class RankHistory:
     def _take(self, page: PageMessage | None, *, late: bool) -> None:
         if page is None:
             return
-        reading = self._slots.read(PageTables(page))
+        tables = PageTables(page)
+        reading = self._slots.read(tables)
         if reading.pending and not late:
             return
         self._done = page.number
+        self.steps.read(page, tables, late=late)
         if not len(reading.columns):
             return
         self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))

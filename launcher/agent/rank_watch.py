@@ -205,13 +205,16 @@ class RankWatch:
         return found
 
     def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
-        """Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches."""
-        if code == 0 and not self._asked:
-            return []
+        """What its steps led to, and its history.
+
+        Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches.
+        """
         found: list[AgentBody] = []
         try:
-            self._history.finish(reader)
-            found += self._history.messages(self.rank, self.attempt)
+            found += map(EventMessage, self._history.steps.finish(reader, self.rank, self.attempt))
+            if code != 0 or self._asked:
+                self._history.finish(reader)
+                found += self._history.messages(self.rank, self.attempt)
         except Exception as error:
             self._failed("history", error)
         return [*found, *self._new_faults()]

@@ -21,6 +21,8 @@ from gpuwatch.core.events import (
     PreflightResult,
     RangeWarning,
     ScalerSkip,
+    UnmovedWeights,
+    ZeroedGradients,
 )
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
@@ -39,6 +41,8 @@ def wires(make) -> list[bytes]:
         IgnoredAlarm(place, "p*", "p", "output", "+inf"),
         OwnFault(place, "hook", "x"),
         LimitForecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
+        ZeroedGradients(place, 2, 20, 9, "up", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19),
+        UnmovedWeights(place, 16, 40, 2, "up", "Linear", "weight", "float32", 0.5, 0.001),
         BandwidthRows(place, []),
         PreflightResult(place, "ok", findings=[make.found("compute")]),
         NodeSignal(15, 5),

@@ -34,6 +34,8 @@ GW207 no_scaler
 GW208 dead_module
 GW209 scaler_too_small
 GW210 underflow
+GW211 gradients_zeroed
+GW212 weights_unmoved
 GW221 straggler
 GW222 node_figure
 GW231 scaler_skips

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
+from gpuwatch.collector.facts.facts import RunFacts
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.events import Anomaly, OwnFault, WorkerEvent
@@ -115,8 +116,8 @@ class Watched:
         (row,) = [row for frame in frames for row in frame.rows if row.role == role]
         return row
 
-    def verdict(self, before: Sequence[AgentBody] = ()) -> Verdict:
-        """The verdict on a run of this rank alone, if its script ends now and well."""
+    def facts(self, before: Sequence[AgentBody] = ()) -> RunFacts:
+        """The facts of a run of this rank alone, if its script ends now and well."""
         session = WorkerSession(self.hooks.progress.settings, self.recorder, 0)
         session.hooks = self.hooks
         session.finished(0)
@@ -127,7 +128,11 @@ class Watched:
         hello = AgentHello("a", "host", 1, 1, 1, ["train.py"], {}, "run")
         bodies = [hello, *before, *agent.end(0, "itself", 0.0), NodeBye("ok")]
         agent.close()
-        return decide(fold([("a", number, body) for number, body in enumerate(bodies)]))
+        return fold([("a", number, body) for number, body in enumerate(bodies)])
+
+    def verdict(self, before: Sequence[AgentBody] = ()) -> Verdict:
+        """The verdict on that run."""
+        return decide(self.facts(before))
 
     def settle(self) -> None:
         """The script has ended. A late device's time goes on with each look."""

@@ -143,6 +143,19 @@ def test_a_notebook_shows_the_reports_page(folders):
     assert "same as text" not in page, "no command shows it"
 
 
+def test_a_notebook_shows_steps_that_trained_nothing(folders):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gpuwatch.watch(model) as handle:
+        for batch in range(3):
+            (model(X).sum() * (3e20 if batch == 1 else 1.0)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    page = html.unescape(handle._repr_html_())
+    assert "every gradient that the optimizer got was zero" in page and "(batch 1)" in page
+
+
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 

@@ -109,6 +109,8 @@ EVENTS = [
     records.RankStall(HERE, 300.0),
     records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01", 7, b"\x78"),
     records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
+    records.ZeroedGradients(HERE, 2, 20, 9, "fc1", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19, True),
+    records.UnmovedWeights(HERE, 16, 40, 2, "fc1", "Linear", "weight", "float32", 0.5, 0.001, True),
     records.RankLook(
         HERE,
         2,
