@@ -46,7 +46,7 @@ def gradients_zeroed(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     where = where_text(found, [rank.rank for rank in ranks])
     since = min(each.where.batch for each in found[number])
     when = f"batch {since}" if most.batches == 1 else f"batch {since} the first, batch {most.last} the last"
-    batches = f"in {most.batches} of the {counted(most.of, 'batch').replace('batchs', 'batches')} that were read"
+    batches = f"in {most.batches} of the {most.of} batch{'es' if most.of > 1 else ''} that were read"
     text = f"every gradient that the optimizer got was zero {where} {batches} ({when}), while those that the backward "
     text += f"had made were finite, up to {number_text(most.abs_max)} in {most.role} of "
     text += module_text(most.module, most.cls)
