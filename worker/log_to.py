@@ -25,6 +25,7 @@ from .record.judging import clause_of
 from .watch import watching_hooks
 
 Values = dict[str, float | str]
+_OVERFLOW = "gpuwatch/overflow"
 _MOST_TARGETS = 8
 _MOST_PAGES = 8
 """How far back to look for a batch whose numbers have arrived from the device."""
@@ -140,7 +141,7 @@ class LiveNumbers:
         values["gpuwatch/skipped_steps"] = self._reader[HeadField.SCALER_SKIPS]
         if self._anomalies:
             self._overflow = self._overflow or clause_of(self._anomalies[0])
-            values["gpuwatch/overflow"] = self._overflow
+            values[_OVERFLOW] = self._overflow
         return values
 
     def _closest(self) -> tuple[float, str] | None:
@@ -191,6 +192,8 @@ def send_texts(tracker: Any, texts: dict[str, str], step: int) -> None:
     if hasattr(tracker, "add_text"):
         for name, text in texts.items():
             tracker.add_text(name, text, step)
+        if any(name.endswith(_OVERFLOW) for name in texts):
+            tracker.flush()  # a thread of its own writes the file, and the job ends now
     elif hasattr(tracker, "set_tags"):
         tracker.set_tags(texts)
     elif hasattr(tracker, "summary"):

@@ -16,13 +16,13 @@ from rows import OVERFLOW, PYTHON, TORCHRUN, Row, gpuwatch, run, run_plainly
 
 PLACES = {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true", "TENSORBOARD_LOGGING_DIR": "curves"}
 LOGGED = [
-    Row(package, package, "", launcher, script, ("--how", how), module, PLACES)
-    for package, launcher, script, how, module in (
-        ("wandb", TORCHRUN, "logs_to.py", "wandb", "block.widen"),
-        ("mlflow", TORCHRUN, "logs_to.py", "mlflow", "block.widen"),
-        ("tensorboard", TORCHRUN, "logs_to.py", "tensorboard", "block.widen"),
-        ("lightning", (PYTHON,), "with_lightning.py", "log", "net.block.widen"),
-        ("transformers", TORCHRUN, "with_trainer.py", "log", "net.block.widen"),
+    Row(name, needed, "", launcher, script, ("--how", how), module, PLACES)
+    for name, needed, launcher, script, how, module in (
+        ("wandb", "wandb", TORCHRUN, "logs_to.py", "wandb", "block.widen"),
+        ("mlflow", "mlflow", TORCHRUN, "logs_to.py", "mlflow", "block.widen"),
+        ("tensorboard", "tensorboard", TORCHRUN, "logs_to.py", "tensorboard", "block.widen"),
+        ("lightning", "lightning", (PYTHON,), "with_lightning.py", "log", "net.block.widen"),
+        ("transformers", "accelerate", TORCHRUN, "with_trainer.py", "log", "net.block.widen"),
     )
 ]
 HEADROOM = [127, 127, 0.18]

@@ -31,6 +31,16 @@ class Tracker:
         self.calls.append((step, {name.removeprefix("gpuwatch/"): value for name, value in values.items()}))
 
 
+class Flushed(SummaryWriter):
+    """Counts its flushes."""
+
+    times = 0
+
+    def flush(self) -> None:
+        super().flush()
+        self.times += 1
+
+
 @pytest.fixture
 def tracker():
     return Tracker()
@@ -58,6 +68,20 @@ def test_it_logs_the_output_that_is_closest_to_its_limit(tracker):
     assert first.pop("closest_module") == "`1` (Multiplies), float16"
     assert first == {"nonfinite": 0, "near_overflow": 0, "skipped_steps": 0}, "no step was timed"
     assert "closest_module" not in second, "a text is sent when it changes"
+
+
+def test_what_ends_the_job_is_in_tensorboards_file_before_it_does(tmp_path):
+    """A thread of TensorBoard's writes the file, and a script that ends by an exception does not close it."""
+    writer, model = Flushed(tmp_path), net(8)
+    with pytest.raises(OverflowDetected), gpuwatch.watch(model):
+        model(HALF)
+        gpuwatch.log_to(writer, 5)
+        assert writer.times == 0, "else it would wait for the disk"
+        model(HALF * 32)
+    assert writer.times == 1
+    (file,) = tmp_path.iterdir()
+    assert b"rank 0: +inf in output of `1` (Multiplies), forward of batch 1" in file.read_bytes()
+    writer.close()
 
 
 def test_each_target_has_the_time_of_the_steps_since_its_last_call(tracker):
