@@ -192,8 +192,8 @@ def send_texts(tracker: Any, texts: dict[str, str], step: int) -> None:
     if hasattr(tracker, "add_text"):
         for name, text in texts.items():
             tracker.add_text(name, text, step)
-        if any(name.endswith(_OVERFLOW) for name in texts):
-            tracker.flush()  # a thread of its own writes the file, and the job ends now
+        if _OVERFLOW in texts:
+            tracker.flush()  # a thread of its own writes the file, and the job may end now
     elif hasattr(tracker, "set_tags"):
         tracker.set_tags(texts)
     elif hasattr(tracker, "summary"):

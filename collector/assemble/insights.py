@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
 import numpy
 
 from ...core.errors import Code
@@ -79,8 +78,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
 def _insight(
     code: Code, text: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
 ) -> RunInsight:
-    kind = code.kind if code is not Code.OWN_FAULT else "unknown"
-    return RunInsight(kind, text, MENDS[code], sorted(set(ranks)), list(dict.fromkeys(modules)), since, code)
+    return RunInsight.of(code, text, MENDS[code], ranks, modules, since)
 
 
 # From modules that grow, rows near overflow or in underflow, and the steps that a GradScaler skipped.
@@ -139,8 +137,7 @@ def infinite_losses(ranks: list[RankFacts]) -> Iterator[RunInsight]:
             f"the loss was inf in float16 {where} since batch {since}: no alarm, as no gradient was inf or nan with it"
         )
         mend = "If no scale of the script's makes it inf, compute the loss in float32."
-        insight = _insight(Code.NEAR_OVERFLOW, text, first, [LOSS_MODULE], since)
-        yield msgspec.structs.replace(insight, next=mend)
+        yield RunInsight.of(Code.NEAR_OVERFLOW, text, mend, first, [LOSS_MODULE], since)
 
 
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:

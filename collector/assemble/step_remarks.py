@@ -51,7 +51,7 @@ def gradients_zeroed(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     text += f"had made were finite, up to {number_text(most.abs_max)} in {most.role} of "
     text += module_text(most.module, most.cls)
     cause, mend = _cause(most)
-    yield _remark(Code.GRADIENTS_ZEROED, text + cause, mend, sorted(found), most.module, since)
+    yield RunInsight.of(Code.GRADIENTS_ZEROED, text + cause, mend, found, [most.module], since)
 
 
 def _cause(zeroed: ZeroedGradients) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def weights_unmoved(ranks: list[RankFacts]) -> Iterator[RunInsight]:
         where = where_text(told, [rank.rank for rank in ranks])
         text = _unmoved_text(one, where, is_proven=all(same.values()))
         mend = _TOO_SMALL if one.is_stepped else _OF_A_COPY
-        yield _remark(Code.WEIGHTS_UNMOVED, text, mend, sorted(told), one.module, one.where.batch)
+        yield RunInsight.of(Code.WEIGHTS_UNMOVED, text, mend, told, [one.module], one.where.batch)
 
 
 def _unmoved_text(unmoved: UnmovedWeights, where: str, *, is_proven: bool) -> str:
@@ -124,7 +124,3 @@ def _hashes_are_same(rank: RankFacts, unmoved: UnmovedWeights) -> bool | None:
 def _stepped(ranks: list[RankFacts]) -> list[RankFacts]:
     """The ranks whose optimizer has stepped."""
     return [rank for rank in ranks if rank.counts.step > 0]
-
-
-def _remark(code: Code, text: str, mend: str, ranks: list[int], module: str, since: int) -> RunInsight:
-    return RunInsight(code.kind, text, mend, ranks, [module], since, code)

@@ -179,7 +179,7 @@ class AlarmPage:
         then = next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
         return LocalDiagnosis(
             **_place_of(page),
-            issued=IssuedMoment(seq, then.clock, then.sent, then.received),
+            issued=_issued(then, seq),
             module=module,
             cls=cls,
             phase=phase,
@@ -203,6 +203,10 @@ class AlarmPage:
 def _place_of(page: Page | RunPosition) -> dict[str, Any]:
     """Where a diagnosis is in the run."""
     return {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
+
+
+def _issued(then: RunPosition | IssuedMoment, seq: int) -> IssuedMoment:
+    return IssuedMoment(seq, then.clock, then.sent, then.received)
 
 
 def quoted(module: str) -> str:
@@ -269,7 +273,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
     found = LocalDiagnosis(
         **_place_of(anomaly.where),
-        issued=IssuedMoment(anomaly.where.seq, anomaly.where.clock, anomaly.where.sent, anomaly.where.received),
+        issued=_issued(anomaly.where, anomaly.where.seq),
         module=anomaly.module,
         cls=anomaly.cls,
         phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,

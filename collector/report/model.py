@@ -6,6 +6,7 @@ null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -254,6 +255,14 @@ class RunInsight(msgspec.Struct, frozen=True):
     since: int | None = None
     """The first batch in which it was seen."""
     code: str = ""
+
+    @classmethod
+    def of(
+        cls, code: Code, text: str, mend: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
+    ) -> RunInsight:
+        """The insight with that code. Ranks and modules may be in any order, and stand there twice."""
+        kind = code.kind if code is not Code.OWN_FAULT else "unknown"
+        return cls(kind, text, mend, sorted(set(ranks)), list(dict.fromkeys(modules)), since, code)
 
 
 class AttemptReport(msgspec.Struct, frozen=True):

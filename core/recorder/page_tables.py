@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy
 
 from ..frames import Frame, FramePhase, Row, RowKind
-from ..values import Value, ValueEncoding
+from ..values import PENDING, Value, ValueEncoding
 from ..wire.messages import PageMessage
 from . import layout
 from .pages import FrameFields, NameTable, decode_frame, decode_row, frames_lost
@@ -48,6 +48,8 @@ _MOST_BITS[ValueEncoding.FLOAT64] = (1 << 63) - 1
 _MOST_BITS[ValueEncoding.FLOAT32] = (1 << 32) - 1
 _MOST_BITS[[ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16]] = (1 << 16) - 1
 
+_ENCODING = 0xFF00
+"""The bits of `meta` that are the encoding."""
 _LAST_PHASE, _LAST_KIND = len(FramePhase) - 1, len(RowKind) - 1
 
 
@@ -104,8 +106,7 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        measured = self.rows["kind"] == RowKind.MEASURED.number
-        there = measured & (self.positions >= 0) & (self.metas >> 8 & 0xFF != 0xFF)
+        there = self.has_value & ~self.is_pending
         return int((there & self._rows_of(numpy.ones(len(self.frames), bool))).sum())
 
     # -- frames as objects --------------------------------------------------------------------------------------
@@ -215,7 +216,17 @@ class PageTables:
         ended = numpy.bincount(ends[chosen], minlength=most)
         return numpy.cumsum((begun - ended)[:-1]) > 0
 
-    @property
+    @cached_property
+    def has_value(self) -> Any:
+        """Which rows are measured, and have their value in `values`."""
+        return (self.rows["kind"] == RowKind.MEASURED.number) & (self.positions >= 0)
+
+    @cached_property
+    def is_pending(self) -> Any:
+        """Which rows have numbers that are still on their way from a device; it says nothing of a row without value."""
+        return self.metas & _ENCODING == PENDING
+
+    @cached_property
     def metas(self) -> Any:
         """`meta` of the value of each row; it says nothing where that is not there."""
         return self.values["meta"][self.positions] if len(self.values) else numpy.zeros(len(self.rows), "<i8")

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 from ..events import Definition, ModuleDef, RootDef, RunPosition, ShapeDef, SlotDef, UnmovedWeights, ZeroedGradients
 from ..frames import FramePhase, RowKind, RowMark
 from ..roles import RoleKind, parse_role
-from ..values import DTYPE_NAMES, DTYPES_OF_16_BITS, PENDING, decode
+from ..values import DTYPE_NAMES, DTYPES_OF_16_BITS, decode
 from ..wire.messages import PageMessage
 from .page_tables import PageTables
+from .slot_table import SlotTable
 
 _OTHER, _GRADIENT, _WEIGHT = range(3)
 _KINDS = {RoleKind.GRAD_WEIGHT: _GRADIENT, RoleKind.WEIGHT: _WEIGHT}
-_MOST_SLOTS = 1 << 20
 _MOST_COUNTED = 1 << 16
 _FEWEST_STEPS = 12
 """A warmup may begin with steps whose learning rate is 0."""
@@ -95,8 +95,7 @@ class StepEffects:
     """The steps of one rank. It is fed with pages that are over, in any order."""
 
     def __init__(self) -> None:
-        self._kinds = numpy.zeros(1, numpy.uint8)
-        """By slot; the last one stands for all slots beyond."""
+        self._kinds = SlotTable(_OTHER, numpy.uint8)
         self._slots: dict[tuple[int, RoleKind, str], int] = {}
         self._defined: dict[int, SlotDef] = {}
         self._modules: dict[int, ModuleDef] = {}
@@ -115,12 +114,7 @@ class StepEffects:
             if isinstance(entry, SlotDef):
                 role = parse_role(entry.role)
                 kind = _KINDS.get(role.kind, _OTHER)
-                if kind != _OTHER and 0 <= entry.id < _MOST_SLOTS:
-                    if entry.id >= len(self._kinds) - 1:
-                        grown = numpy.zeros(2 * entry.id + 64, numpy.uint8)
-                        grown[: len(self._kinds)] = self._kinds
-                        self._kinds = grown
-                    self._kinds[entry.id] = kind
+                if kind != _OTHER and self._kinds.put(entry.id, kind):
                     self._slots[entry.module, role.kind, role.name] = entry.id
                     self._defined[entry.id] = entry
             elif isinstance(entry, ModuleDef):
@@ -134,13 +128,12 @@ class StepEffects:
 
     def add(self, message: PageMessage, page: PageTables, *, late: bool = False) -> bool:
         """Read one page. False if numbers of it are still on their way, and it is to be read again; not if `late`."""
-        kinds = self._kinds[numpy.minimum(page.rows["slot"], len(self._kinds) - 1)]
+        kinds = self._kinds.of(page.rows["slot"])
         is_gradient = kinds == _GRADIENT
         if not is_gradient.any() or not numpy.isin(page.frames["module"], self._whole).any():
             return True
-        is_measured = (page.rows["kind"] == RowKind.MEASURED.number) & (page.positions >= 0)
-        is_pending = (kinds != _OTHER) & is_measured & (page.metas & 0xFF00 == PENDING)
-        if is_pending.any():
+        is_measured = page.has_value
+        if ((kinds != _OTHER) & is_measured & page.is_pending).any():
             return late
         is_unknown = is_gradient & ~is_measured & (page.rows["kind"] != RowKind.EMPTY.number)
         if is_unknown.any() or (is_gradient & (page.rows["mark"] & RowMark.REHEARSED != 0)).any():

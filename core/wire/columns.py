@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy
 
 from ..events import Definition, SlotDef
-from ..frames import RowKind
 from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
+from ..recorder.slot_table import SlotTable
 from ..roles import RoleKind, parse_role
 from ..values import ValueEncoding
 from .messages import RankHistoryMessage
@@ -44,8 +44,7 @@ class OutputSlots:
 
     def __init__(self) -> None:
         self.slots: list[int] = []
-        self._column = numpy.full(1, -1, numpy.int64)
-        """By slot; the last one stands for all slots beyond."""
+        self._columns = SlotTable(-1, numpy.int64)
 
     def define(self, entries: Iterable[Definition]) -> None:
         """Take new definitions."""
@@ -53,31 +52,24 @@ class OutputSlots:
             if (
                 isinstance(entry, SlotDef)
                 and parse_role(entry.role).kind is RoleKind.OUTPUT
-                and 0 <= entry.id < 1 << 20
+                and entry.id not in self._columns
+                and self._columns.put(entry.id, len(self.slots))
             ):
-                if entry.id >= len(self._column) - 1:
-                    grown = numpy.full(2 * entry.id + 64, -1, numpy.int64)
-                    grown[: len(self._column)] = self._column
-                    self._column = grown
-                if self._column[entry.id] < 0:
-                    self._column[entry.id] = len(self.slots)
-                    self.slots.append(entry.id)
+                self.slots.append(entry.id)
 
     def read(self, page: PageTables) -> BatchColumns:
         """abs max of each output of the page's forward, and of its loss; of several of one place, the larger one."""
         rows = page.rows
-        columns = self._column[numpy.minimum(rows["slot"], len(self._column) - 1)]
-        positions, meta = page.positions, page.metas
-        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED.number) & page.result_rows
-        pending = (meta >> 8 & 0xFF) == 0xFF
-        chosen = wanted & ~pending
-        codes = _codes(page.values["high"][positions[chosen]], meta[chosen])
+        columns = self._columns.of(rows["slot"])
+        wanted = (columns >= 0) & page.has_value & page.result_rows
+        chosen = wanted & ~page.is_pending
+        codes = _codes(page.values["high"][page.positions[chosen]], page.metas[chosen])
         found, inverse = numpy.unique(columns[chosen], return_inverse=True)
         largest = numpy.zeros(len(found), numpy.uint16)
         numpy.maximum.at(largest, inverse, codes)  # nan is above inf, which is above every number
         dtypes = numpy.zeros(len(found), numpy.uint8)
         dtypes[inverse] = rows["dtype"][chosen]
-        return BatchColumns(found, largest, dtypes, bool((wanted & pending).any()))
+        return BatchColumns(found, largest, dtypes, bool((wanted & page.is_pending).any()))
 
 
 def _codes(high: Any, meta: Any) -> Any:

@@ -210,10 +210,12 @@ class RankWatch:
         Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches.
         """
         found: list[AgentBody] = []
+        is_wanted = code != 0 or self._asked
         try:
+            if is_wanted:
+                self._history.finish(reader)  # first: the steps are read from the same pages, and then from the others
             found += map(EventMessage, self._history.steps.finish(reader, self.rank, self.attempt))
-            if code != 0 or self._asked:
-                self._history.finish(reader)
+            if is_wanted:
                 found += self._history.messages(self.rank, self.attempt)
         except Exception as error:
             self._failed("history", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -141,67 +142,63 @@ class OfTheScript(torch.Tensor):
     """What a tensor of a class of the script's holds is read by Python, where a handler may run."""
 
 
-@pytest.mark.parametrize(("times", "noted"), [(1, 1), (16, 1), (17, 0)])
-def test_a_note_in_c_that_a_handler_interrupts_is_begun_again(bare_table, monkeypatch, times, noted):
-    """The operation is issued once and counted once, and what the handler has raised comes after it."""
-    table, calls = bare_table, []
+def interrupted(function, times):
+    """(it, with a signal in its first `times` calls; what it was called with)"""
+    calls = []
 
-    def interrupted(tensor):
-        calls.append(tensor)
+    def call(*given):
+        calls.append(given)
         if len(calls) <= times:
             signal.raise_signal(signal.SIGUSR1)
-        return group_slots.described(tensor)
+        return function(*given)
 
-    monkeypatch.setattr("gpuwatch.worker.hooks.process_groups.described", interrupted)
+    return call, calls
+
+
+@contextmanager
+def in_c(table):
+    """The methods of process groups are those in C, and the handler of a signal raises."""
     patches = CollectivePatches(table.groups, lambda part, error: table.faults.append(error))
     patches.attach()
     before = signal.signal(signal.SIGUSR1, tell)
     try:
         if table.groups.native is None:
             pytest.skip("not built")
-        with pytest.raises(Told):
-            dist.all_reduce(torch.ones(2).as_subclass(OfTheScript))
-        assert len(calls) == min(times + 1, 17)
-        assert dist.group.WORLD._get_sequence_number_for_group() == 1
-        assert [(shown.begun, shown.phase) for shown in table.reader.groups()] == [(noted, "none")]
-        dist.all_reduce(torch.ones(2))  # what was not noted is counted with the next one
-        counted, shown = state(table)
-        assert (shown.begun, counted, shown.phase, shown.recent[-1].number) == (2, 2, "none", 2)
+        yield patches
     finally:
         signal.signal(signal.SIGUSR1, before)
         patches.detach()
     assert table.faults == []
 
 
+@pytest.mark.parametrize(("times", "noted"), [(1, 1), (16, 1), (17, 0)])
+def test_a_note_in_c_that_a_handler_interrupts_is_begun_again(bare_table, monkeypatch, times, noted):
+    """The operation is issued once and counted once, and what the handler has raised comes after it."""
+    described, calls = interrupted(group_slots.described, times)
+    monkeypatch.setattr("gpuwatch.worker.hooks.process_groups.described", described)
+    with in_c(bare_table):
+        with pytest.raises(Told):
+            dist.all_reduce(torch.ones(2).as_subclass(OfTheScript))
+        assert len(calls) == min(times + 1, 17)
+        assert dist.group.WORLD._get_sequence_number_for_group() == 1
+        assert [(shown.begun, shown.phase) for shown in bare_table.reader.groups()] == [(noted, "none")]
+        dist.all_reduce(torch.ones(2))  # what was not noted is counted with the next one
+        counted, shown = state(bare_table)
+        assert (shown.begun, counted, shown.phase, shown.recent[-1].number) == (2, 2, "none", 2)
+
+
 @pytest.mark.parametrize(("times", "tries", "counted"), [(1, 2, 2), (16, 17, 2), (17, 17, 1)])
 def test_a_message_in_c_that_a_handler_interrupts_is_counted_once(bare_table, monkeypatch, times, tries, counted):
     """The rest of its note is begun again: with which rank it is, and how many there were."""
-    table, calls, sent = bare_table, [], []
-    messages = table.groups.messages
-    begun = messages.begun
-
-    def interrupted(*given):
-        calls.append(given)
-        if len(calls) <= times:
-            signal.raise_signal(signal.SIGUSR1)
-        return begun(*given)
-
-    monkeypatch.setattr(messages, "begun", interrupted)
-    patches = CollectivePatches(table.groups, lambda part, error: table.faults.append(error))
-    patches.attach()
-    before = signal.signal(signal.SIGUSR1, tell)
-    try:
-        if table.groups.native is None:
-            pytest.skip("not built")
+    messages, sent = bare_table.groups.messages, []
+    begun, calls = interrupted(messages.begun, times)
+    monkeypatch.setattr(messages, "begun", begun)
+    with in_c(bare_table) as patches:
         (of_send,) = (method for method in METHODS if method.name == "send")
         send = patches._instead_of(lambda *given: sent.append(given), of_send)
         with pytest.raises(Told):
             send(dist.group.WORLD, [torch.ones(2)], 0, 5)
         send(dist.group.WORLD, [torch.ones(3)], 0, 5)
         assert (len(calls), len(sent)) == (tries + 1, 2)
-        assert [*table.groups.messages_by_peer()[0].values()] == [{0: counted}]
-        assert [(shown.begun, shown.phase) for shown in table.reader.groups()] == [(0, "none")]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        patches.detach()
-    assert table.faults == []
+        assert [*bare_table.groups.messages_by_peer()[0].values()] == [{0: counted}]
+        assert [(shown.begun, shown.phase) for shown in bare_table.reader.groups()] == [(0, "none")]
