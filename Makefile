@@ -34,10 +34,10 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_notes.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
-test: $(READY)  ## the quick tests, and two whole runs; three minutes on two cores
+test: $(READY)  ## the quick tests, and two whole runs; two minutes on two cores
 	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $$(($(JOBS) + 1)) --dist worksteal
 
-# MINUTES=10: those that can begin within ten minutes, in an order that TURN draws.
+# MINUTES=8: those that can begin within eight minutes, in an order that TURN draws.
 MINUTES ?=
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; half an hour on two cores

@@ -7,6 +7,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
@@ -172,9 +173,15 @@ _PATIENCE_S = 120.0
 
 def _worker_options(part: str | None = None) -> Iterator[tuple[str, str, WorkerOption, msgspec.structs.FieldInfo]]:
     """(field, destination, option, field info) of the options of a worker, or of a part of them."""
-    for field in msgspec.structs.fields(WorkerSettings):
+    for field in _worker_fields():
         if get_origin(field.type) is Annotated and (option := get_args(field.type)[1]).part == (part or option.part):
             yield field.name, field.name.removesuffix("_s"), option, field
+
+
+@cache
+def _worker_fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Read from the annotations, which takes a millisecond."""
+    return msgspec.structs.fields(WorkerSettings)
 
 
 def _of_workers(part: str) -> OptionTable:

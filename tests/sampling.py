@@ -1,6 +1,7 @@
 """Which members of a family of tests run where. A seed draws them, the same ones on every machine and in any order.
 
 `quick(3)`: three members of this parametrized test are quick, the others slow.
+`quick_here(9)`: nine of the tests of this file that would be quick are, the others slow (as `pytestmark`).
 `sample(3)`: three members of this family run in CI, which asks for a sample; the soak runs all.
 `sample(3, turns=True)`: another seed draws them, `--turn`, which CI takes from the commit: in time all take their turn.
 `--minutes 10`: in an order that `--turn` draws, those that can begin within ten minutes. CI takes as long on a slow
@@ -38,13 +39,20 @@ def header(config: pytest.Config) -> str:
 
 
 def mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all but the quick members of each family as slow. Runs before pytest applies -m."""
+    """Mark all but the quick members of each family, and of a file, as slow. Runs before pytest applies -m."""
 
     def size(item: pytest.Item) -> int | None:
         mark = item.get_closest_marker("quick")
         return mark.args[0] if mark and not item.get_closest_marker("gpu") else None
 
     for item in _not_drawn(_families(items, size), config.getoption("seed")):
+        item.add_marker(pytest.mark.slow)
+    files: Families = {}
+    for item in items:
+        mark = item.get_closest_marker("quick_here")
+        if mark and not any(item.get_closest_marker(other) for other in ("slow", "soak", "gpu")):
+            files.setdefault(str(item.path), (mark.args[0], []))[1].append(item)
+    for item in _not_drawn(files, config.getoption("seed")):
         item.add_marker(pytest.mark.slow)
 
 

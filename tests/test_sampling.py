@@ -54,20 +54,37 @@ class Drawn:
         self.names = [item.name for item in session.items]
 
 
+OF_A_FILE = """
+import pytest
+
+pytestmark = pytest.mark.quick_here(3)
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("number", range(9))
+def test_mostly_slow(number): pass
+
+@pytest.mark.slow
+def test_alone(): pass
+
+@pytest.mark.parametrize("number", range(4))
+def test_one(number): pass
+"""
+
+
 @pytest.fixture
 def chosen(tmp_path, monkeypatch):
     """`chosen("--seed", "7")`: the names of the tests that such a run has."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    file = tmp_path / "test_families.py"
-    file.write_text(FAMILIES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow:\n  quick:\n  sample:\n")
+    (tmp_path / "test_families.py").write_text(FAMILIES)
+    (tmp_path / "test_of_a_file.py").write_text(OF_A_FILE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow:\n  quick:\n  quick_here:\n  sample:\n")
 
-    def chosen(*options: str) -> list[str]:
+    def chosen(*options: str, file: str = "test_families.py") -> list[str]:
         drawn = Drawn()
         # unraisableexception collects the garbage of this whole process five times, each time
         without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexception")]
         plain = ["-q", "--collect-only", "--import-mode=importlib", *without, f"--rootdir={tmp_path}"]
-        assert pytest.main([*plain, f"--confcutdir={tmp_path}", *options, str(file)], plugins=[drawn]) == 0
+        assert pytest.main([*plain, f"--confcutdir={tmp_path}", *options, str(tmp_path / file)], plugins=[drawn]) == 0
         return drawn.names
 
     return chosen
@@ -83,6 +100,13 @@ def test_the_quick_members_and_the_slow_ones_are_the_family(chosen):
     assert functions(quick) == ["test_mostly_slow"] * 2
     assert functions(slow).count("test_mostly_slow") == 7
     assert not set(quick) & set(slow)
+
+
+def test_a_file_has_so_many_quick_ones_and_the_others_are_slow(chosen):
+    quick, slow = (chosen("-m", mark, file="test_of_a_file.py") for mark in ("not slow", "slow"))
+
+    assert len(quick) == 3 and functions(quick).count("test_mostly_slow") <= 2 and "test_alone" not in quick
+    assert len(slow) == 9 + 1 + 4 - 3 and not set(quick) & set(slow)
 
 
 def test_a_sample_has_every_kind_and_so_many_of_it_as_its_mark_says(chosen):

@@ -14,6 +14,7 @@ from .traps import TRAPS
 ALL = [*CAUSES, *TRAPS]
 
 
+@pytest.mark.quick(22)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("known", ALL, ids=[known.name.replace(" ", "-") for known in ALL])
 def test_a_cause_is_named(known: KnownCause):

@@ -36,6 +36,8 @@ from gpuwatch.core.wire.messages import (
     encode,
 )
 
+pytestmark = pytest.mark.quick_here(12)
+
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
 WAIT_MS = 300_000

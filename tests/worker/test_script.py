@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.errors import RANK_OVERFLOW
 
+pytestmark = pytest.mark.quick_here(9)
+
 DRIVER = (
     "import os, sys\n"
     "if not getattr(sys.flags, 'safe_path', False): del sys.path[0]  # as core/guest/start.py does\n"

@@ -116,6 +116,7 @@ def test_a_clean_run_has_no_more_than_its_answer(make):
     assert (title[:1], headline[:14], statement[:11], hint[:9]) == ("─", "VERDICT  clean", "No overflow", "All of it")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", VerdictKind)
 @pytest.mark.parametrize("color", [False, True])
 def test_it_is_never_more_than_a_screen(make, kind, color):

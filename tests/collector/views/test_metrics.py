@@ -43,6 +43,8 @@ from ...ports import ports_of_this_test
 from ...waiting import WAIT_S, until
 from ..conftest import BUILDERS
 
+pytestmark = pytest.mark.quick_here(8)
+
 KEYS = derive_keys("a secret of the tests", "job")
 HOSTILE = 'fc\\1"} 7\n# TYPE x'
 

@@ -12,6 +12,8 @@ from gpuwatch.core.gpu.health_grades import grade, grade_answer, judge
 from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS
 from gpuwatch.core.gpu.nvml_child import ask_nvml
 
+pytestmark = pytest.mark.quick_here(9)
+
 DEADLINE_S = 300.0
 NO_RETIREMENT = "* no_retirement error 3"
 """An H100 remaps rows."""

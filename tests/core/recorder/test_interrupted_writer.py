@@ -113,6 +113,7 @@ def go_to_another_page(recording: Recording) -> None:
     recording.writer.end_page(other)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("work", [write, write_beyond_the_segment, write_beyond_the_frames, go_to_another_page])
 def test_frames_of_a_handler_and_of_what_it_interrupts_are_whole(tmp_path, work, handler):

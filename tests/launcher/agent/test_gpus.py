@@ -14,6 +14,8 @@ from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
 from ...waiting import WAIT_S, until
 
+pytestmark = pytest.mark.quick_here(6)
+
 
 class Watched:
     """Polls as the agent does."""

@@ -195,6 +195,7 @@ class Counting(LateDevice):
         super().unregister(address, device)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("state", ["idle", "copies are outstanding", "captures"])
 def test_a_buffer_that_nobody_closes_gives_the_drivers_memory_back(tmp_path, state):
     recorder = RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)

@@ -116,6 +116,7 @@ def read_beyond_the_segment(readings: Readings) -> None:
     readings.frame(5, 2)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("work", [read, read_beyond_the_segment])
 @pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])

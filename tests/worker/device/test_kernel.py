@@ -521,7 +521,7 @@ def compiled(function, arguments, constants, aligned):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_OPTIONS).asm["ptx"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.sample(4)
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")

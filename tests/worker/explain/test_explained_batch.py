@@ -121,6 +121,7 @@ def test_hooks_that_are_closed_in_the_middle_of_the_batch_leave_nothing_on(watch
     assert torch._C._len_torch_dispatch_stack() == 0 and not torch.is_anomaly_enabled()
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_line_whose_backward_made_it(watch, path, fault, checkpointed):
@@ -161,6 +162,7 @@ def test_the_line_of_a_backward_has_no_columns(watch, path):
     assert ran.operation.node
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("explain", [0, 1, BATCH, 3])
 def test_a_training_has_the_same_bits(watch, path, explain):
     def net():

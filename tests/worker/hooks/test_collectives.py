@@ -17,6 +17,8 @@ from gpuwatch.worker.hooks import process_groups as hooks
 
 from ...forks import Forks
 
+pytestmark = pytest.mark.quick_here(5)
+
 ADJUSTED_NS = 10_000_000
 """How far a host's own clock may be adjusted during a test."""
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)

@@ -303,7 +303,7 @@ def make_model(handed: torch.Tensor) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(handed[0].numel(), 2)).to(handed.dtype)
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("name", "workers"), [(name, count) for name, set_up in SET_UPS.items() for count in set_up.workers]
 )

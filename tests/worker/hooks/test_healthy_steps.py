@@ -184,6 +184,7 @@ HEALTHY = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("run", HEALTHY, ids=lambda run: run.__name__)
 def test_a_healthy_run_has_no_remark(watch, run):
     watched = watch()
@@ -191,6 +192,7 @@ def test_a_healthy_run_has_no_remark(watch, run):
     assert remarks(watched) == []
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("run", [usual, fused, frozen, accumulated, a_loss_network], ids=lambda run: run.__name__)
 def test_nor_has_it_one_on_a_device(watch, late, run):
     watched = watch()

@@ -37,6 +37,7 @@ def test_no_constant_of_the_layout_is_left_out():
     assert len(declared) > 30
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("name", sorted(native_writer.python_layout()))
 def test_a_number_that_differs_means_no_native_writer_and_one_fault(tmp_path, monkeypatch, name):
     monkeypatch.setitem(native_writer.LAYOUT, name, native_writer.LAYOUT[name] + 1)

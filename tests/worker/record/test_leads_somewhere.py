@@ -162,6 +162,7 @@ HEALTHY: dict[str, tuple[Callable[[], None], LedNowhere | None]] = {
 }
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("script", "why"), HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_script_is_not_ended(watch, way, script, why):
     torch.manual_seed(0)
@@ -266,6 +267,7 @@ def test_optimizers_are_as_without_us_when_the_hooks_are_off(watch):
     assert torch.optim.Optimizer.__init__ is before
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize(("script", "place"), FAULTS.values(), ids=FAULTS)
 def test_where_it_leads_somewhere_it_is_named_and_ends_the_job(watch, way, script, place):
     torch.manual_seed(0)

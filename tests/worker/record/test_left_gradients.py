@@ -74,6 +74,7 @@ def test_what_was_cleared_or_finite_is_not_to_blame(left, between):
     assert "before the backward" not in verdict.statement
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_each_bad_number_is_seen_in_each_dtype(dtype, bad):

@@ -61,6 +61,7 @@ def settled(watched):
     return watched
 
 
+@pytest.mark.quick(28)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_who_hands_on_a_bad_input_is_not_blamed(watch, reader, how, value):

@@ -58,6 +58,7 @@ class Reduced(nn.Module):
         return self.next(out)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("adds", [0.0, math.inf])
 def test_an_argument_that_a_collective_has_changed(watch, driver, writer, group, adds):
     watched = watch(on_overflow="continue")
@@ -88,6 +89,7 @@ def test_a_root_without_a_length_is_no_fault_of_ours(watch, driver, writer, grou
     assert watched.anomalies[0].module == "next"
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("becomes", [math.inf, 1e38])
 def test_a_weight_that_something_else_has_changed(watch, driver, writer, becomes):
     watched = watch(on_overflow="continue")

@@ -68,6 +68,7 @@ class Scale(nn.Module):
         return x * self.weight.real
 
 
+@pytest.mark.quick(3)
 def test_threads_that_run_backward_at_once_write_whole_frames(watch, driver, writer, impatient):
     watched = watch(on_overflow="continue", watch=("forward", "grads"))
     model = Parts(writer == "both")
