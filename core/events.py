@@ -326,6 +326,8 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
 SECOND_RUN_S = 20.0
 
 
+EVERYTHING = "everything"
+"""What `element` says if no element is finite."""
 NOTHING, SAMPLES = "nothing", "samples"
 """What a trial of a forward has changed."""
 

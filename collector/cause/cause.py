@@ -7,17 +7,17 @@ where they can; else the batches before and the other ranks support one of them.
 
 from __future__ import annotations
 
-from ...core.events import NOTHING, CauseTrial
+from ...core.events import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.model import OverflowCause
 from .backward_cause import cause_of_backward, cause_of_loss
 from .cause_clues import CauseClues
-from .data_cause import of_batch, of_input, of_samples
+from .data_cause import of_bad_input, of_batch, of_input, of_samples
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
-from .training_cause import of_copy, of_growth, of_start, of_training
+from .training_cause import growing, of_copy, of_growth, of_start, of_training
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 
@@ -30,12 +30,15 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if first.phase == FramePhase.INPUT:
         return of_input(clues)
     domain = outside_domain(clues.operation) if clues.operation is not None else ""
-    if clues.operation is not None and domain and first.mask.turned is not None and not first.mask.text:
-        return of_domain(clues, clues.operation, domain)  # -inf that an operation made is not a mask's
-    if first.mask.text or first.mask.turned is not None:
+    is_of_mask = bool(first.mask.text) or first.mask.turned is not None
+    # -inf that an operation made is not a mask's; but a mask may be the log of what is open, in part
+    is_mask_made = bool(first.mask.text) and clues.operation is not None and clues.operation.element != EVERYTHING
+    if clues.operation is not None and domain and is_of_mask and not is_mask_made:
+        return of_domain(clues, clues.operation, domain)
+    if is_of_mask:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
-        return of_growth(clues) or cause_of_backward(clues.facts, first)
+        return of_growth(clues) or of_bad_input(clues) or cause_of_backward(clues.facts, first)
     if first.phase == FramePhase.LOSS and clues.operation is not None and domain:
         return of_domain(clues, clues.operation, domain)
     if first.phase == FramePhase.LOSS:
@@ -52,7 +55,7 @@ def _of_mask(first: LocalDiagnosis) -> OverflowCause:
     turned = f"{module_text(*mask.turned)} turned an expected -inf into nan" if mask.turned is not None else ""
     return OverflowCause(
         "mask",
-        _E if mask.text else _S,
+        _E if mask.text and first.sure else _S,
         mask.text or turned,
         [KEEP_OPEN],
     )
@@ -74,7 +77,8 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)
     # the result is too large a number: its operands are
-    large = of_training(clues) or of_samples(clues, operation) or of_start(clues) or of_precision(operation)
+    large = of_training(clues) or of_samples(clues, operation) or of_start(clues)
+    large = large or growing(clues, of_precision(operation))
     if large is not None:
         return large
     return of_domain(clues, operation, domain) if domain else of_batch(clues)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ...core.events import NOTHING, SAMPLES, BadOperation
-from ...core.frames import Frame, FramePhase
+from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
+from ...core.values import NonFinite, name_of
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.replicas import page_of, peers
@@ -68,12 +69,23 @@ def _handed_roots(clues: CauseClues) -> list[tuple[str, float, float]]:
     ]
 
 
+def handed_root(clues: CauseClues) -> dict[str, float]:
+    """abs max, by role, of what the model was handed in the batch of the diagnosis."""
+    page = page_of(clues.facts, clues.first)
+    return _root_inputs(page.frames) if page is not None else {}
+
+
 def _root_inputs(frames: list[Frame]) -> dict[str, float]:
-    """abs max of what the root was handed. The module that is called first is handed the same where it has no frame."""
+    """abs max of what the root was handed."""
+    return {row.role: row.abs_max for row in _root_rows(frames) if row.abs_max and row.finite}
+
+
+def _root_rows(frames: list[Frame]) -> list[Row]:
+    """What the root was handed. The module that is called first is handed the same where it has no frame."""
     forward = [frame for frame in frames if frame.phase == FramePhase.FORWARD]
     root = next((frame for frame in forward if not frame.module), None) or next(iter(forward), None)
     rows = root.rows if root is not None else []
-    return {row.role: row.abs_max for row in rows if row.role_kind is RoleKind.INPUT and row.abs_max and row.finite}
+    return [row for row in rows if row.role_kind is RoleKind.INPUT]
 
 
 def of_batch(clues: CauseClues) -> OverflowCause | None:
@@ -91,6 +103,25 @@ def of_batch(clues: CauseClues) -> OverflowCause | None:
             f"Look at batch {clues.first.batch} of rank {clues.first.rank}'s data, and at how it is normalised. Not "
             "tried: there was no other sample to put in its place."
         ],
+    )
+
+
+def of_bad_input(clues: CauseClues) -> OverflowCause | None:
+    """What the model was handed held nan or +inf, and only a gradient shows it: a gate or a tanh has bounded it.
+
+    Of an -inf nobody can say whether it is a mask.
+    """
+    first, page = clues.first, page_of(clues.facts, clues.first)
+    rows = _root_rows(page.frames) if page is not None and not first.passed else []
+    bad = next((row for row in rows if not row.finite and not row.only_neginf), None)
+    if bad is None:
+        return None
+    value = name_of(NonFinite(bad.flags))
+    return OverflowCause(
+        "data",
+        _S,
+        f"the batch itself: {bad.role} of the model holds {value}, which its forward has bounded",
+        ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...core.events import BadOperation, CauseTrial
-from ...core.values import DTYPE_MAX
+from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 
 
 class OperationRule(NamedTuple):
@@ -131,7 +131,9 @@ def outside_domain(operation: BadOperation) -> str:
     rule, in_float64 = operation_rule(operation), trial_in(operation.trials, "float64")
     words = rule.nan if operation.output.value == "nan" else rule.inf
     if words == _BY_ZERO and (in_float64 is None or in_float64.value == "finite"):
-        return _division(operation)
+        in_float32 = trial_in(operation.trials, "float32")
+        is_mended = in_float32 is not None and in_float32.value == "finite"  # only of 16 bits is it tried
+        return "" if is_mended and operation.output.dtype in DTYPES_OF_16_BITS else _division(operation)
     if in_float64 is not None and in_float64.value == "finite":
         return ""
     # another power that is inf is only too large

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
+
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.growth import ModuleGrowth, growth_of
@@ -9,6 +13,7 @@ from ..facts.replicas import OddWeight, page_of
 from ..report.model import OverflowCause
 from ..report.sentence_parts import ranks_text
 from .cause_clues import CauseClues
+from .data_cause import handed_root
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _DIVERGED = 2
@@ -114,13 +119,33 @@ def of_start(clues: CauseClues) -> OverflowCause | None:
     if clues.large is None or clues.operation is None or clues.first.step > 0:
         return None
     place, size = clues.large
-    if size not in [number_text(each.abs_max) for each in clues.operation.inputs]:
+    handed = [each.abs_max for each in clues.operation.inputs if each.abs_max is not None]
+    # a module before has multiplied its ordinary input by the weight
+    is_of_weight = max(handed, default=0.0) > _LARGE > max(handed_root(clues).values(), default=math.inf)
+    if size not in map(number_text, handed) and not is_of_weight:
         return None
     return OverflowCause(
         "start",
         _S,
         f"the {place} has abs max {size}, and no optimizer step has run yet",
         [f"Look at the initialisation of the {place}: torch.empty, to_empty(), a checkpoint. Not tried."],
+    )
+
+
+def growing(clues: CauseClues, cause: OverflowCause | None) -> OverflowCause | None:
+    """A number that is too large for its dtype now, of outputs that grow from batch to batch: another dtype has room
+    for a few batches more. So it is not established that the dtype is the cause."""
+    grown = growth_of(clues.facts, clues.first) if cause is not None else None
+    if cause is None or grown is None:
+        return cause
+    batches, sizes = grown.shown
+    went = ", ".join(map(number_text, sizes))
+    return msgspec.structs.replace(
+        cause,
+        certainty=_S,
+        statement=f"{cause.statement}; abs max of {grown.text} went {went} in batches {batches[0]} to {batches[-1]}"
+        f"{_by_optimizer(clues)}",
+        next=[*cause.next, "And look at why the outputs grow: the learning rate, or a step before. Not tried."],
     )
 
 

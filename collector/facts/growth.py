@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...core.frames import LOSS_MODULE, module_text
+import numpy
+
+from ...core.frames import LOSS_MODULE, FramePhase, module_text
+from ...core.wire.columns import NO_NUMBER
+from ..report.model import HeatModule
 from .diagnosis import LocalDiagnosis
-from .facts import RunFacts
+from .facts import RankFacts, RunFacts
 from .kept_pages import OpenHistory
 
 _MOST_RANKS = 8
@@ -82,7 +86,35 @@ def _histories(facts: RunFacts, first: LocalDiagnosis) -> dict[int, OpenHistory]
     """Those of the diagnosis's root, by rank: its own, and some of others."""
     ranks = sorted(facts.of_attempt(first.attempt), key=lambda rank: rank.rank != first.rank)[:_MOST_RANKS]
     kept = [(rank.rank, each) for rank in ranks for each in rank.histories.values() if each.root == first.root]
-    return {rank: opened for rank, each in kept if (opened := each.open()) is not None}
+    found = {rank: opened for rank, each in kept if (opened := each.open()) is not None}
+    if not found and len(ranks) == 1:
+        found[first.rank] = _of_pages(ranks[0], first)
+    return found
+
+
+def _of_pages(rank: RankFacts, first: LocalDiagnosis) -> OpenHistory:
+    """From the pages of one process: no agent has kept the history of a `gpuwatch.watch`."""
+    pages = [page for page in rank.pages.values() if page.root == first.root and page.batch <= first.batch]
+    pages = sorted(pages, key=lambda page: page.number)[-_MOST_BATCHES:]
+    modules: dict[str, HeatModule] = {}
+    found: list[dict[str, float]] = []
+    for page in pages:
+        sizes: dict[str, float] = {}
+        for frame in page.frames:
+            if frame.phase not in (FramePhase.FORWARD, FramePhase.LOSS):
+                continue
+            for row in frame.outputs if frame.phase == FramePhase.FORWARD else frame.rows:
+                size = row.abs_max if row.finite and row.abs_max is not None else math.inf
+                modules.setdefault(frame.module, HeatModule(frame.module, frame.cls, row.dtype))
+                sizes[frame.module] = max(sizes.get(frame.module, 0.0), size)
+        found.append(sizes)
+    numbers = numpy.array([[sizes.get(name, NO_NUMBER) for name in modules] for sizes in found], numpy.float32)
+    return OpenHistory(
+        [page.batch for page in pages],
+        [page.step for page in pages],
+        list(modules.values()),
+        numbers.reshape(len(pages), len(modules)),
+    )
 
 
 def _series(history: OpenHistory, column: int, until: int) -> list[tuple[int, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .scripts import BAD, KnownCause, Own, plain, run
+from .scripts import BAD, KnownCause, Own, flagged, plain, run
 
 
 def with_odd_row(n: int) -> tuple[Any, ...]:
@@ -160,7 +160,54 @@ def diverging() -> None:
         optimizer.step()
 
 
+class Bounds(nn.Module):
+    """A gate that is finite for an input of inf; its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.enter(x).nan_to_num().tanh())
+
+
+def with_inf(n: int) -> tuple[Any, ...]:
+    (x,) = plain(n)
+    x[2, 3] = float("inf") if n == BAD else x[2, 3]
+    return (x,)
+
+
+def of_large_weights() -> None:
+    net = Own(lambda h, bad: h**3)
+    with torch.no_grad():
+        net.enter.weight.normal_(std=1e15)
+    run(net, plain)
+
+
 TRAPS = [
+    KnownCause(
+        "a log of 0 in the first batch",
+        "domain",
+        "`log`: the log of 0",
+        "add an eps",
+        lambda: run(Own(lambda h, bad: (h.abs() * (not bad)).log()), lambda n: (*plain(n), n == 0)),
+    ),
+    KnownCause(
+        "a float16 quotient",
+        "precision",
+        "too large for float16",
+        "Compute this part in",
+        lambda: run(Own(lambda h, bad: (h.sign().half() / (1e-5 if bad else 1)).float()), flagged),
+    ),
+    KnownCause("a gate that bounds inf", "data", "holds +inf", "data loader", lambda: run(Bounds(), with_inf)),
+    KnownCause("a product of large weights", "start", "weight of `enter`", "initialisation", of_large_weights),
+    KnownCause(
+        "float16 and a training that diverges",
+        "precision",
+        "in batches 0 to",
+        "Compute this part in",
+        lambda: run(Own(lambda h, bad: halves(h * 300, bad)), plain, lr=0.3, steps=40),
+    ),
     KnownCause(
         "an odd row always, and a weight made large",
         "step",
@@ -210,5 +257,5 @@ TRAPS = [
         "`factor`",
         from_the_batch_before,
     ),
-    KnownCause("a loss of huge outputs", "", "", "", diverging),
+    KnownCause("a loss of huge outputs", "divergence", "the training diverged", "Lower the learning rate", diverging),
 ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import ReducedElement
+from ...core.events import EVERYTHING, ReducedElement
 from ...core.frames import RowKind
 from ...core.signal_errors import suppress_own
 from ...core.values import DTYPE_MAX, Value
@@ -53,7 +53,7 @@ def bad_inputs(arguments: list[tuple[str, Any]]) -> dict[str, str]:
 
 def _words(bad: torch.Tensor, total: int, count: int) -> str:
     if count == total:
-        return "everything"
+        return EVERYTHING
     first = _first(bad)
     if count == 1:
         return f"one element of {count_text(total)}, at {first}"
