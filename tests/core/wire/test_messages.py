@@ -78,6 +78,7 @@ EVENTS = [
         "why",
         3,
         moments=[records.IssuedMoment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
+        collectives_before=[records.NotedCollective("0", 5, "all_reduce", "float32", True)],
     ),
     records.PassedTensor(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
     records.RangeWarning(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
