@@ -981,6 +981,24 @@ class RankLook(RankEvent, frozen=True, tag="look"):
     """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
 
 
+class SeenLine(msgspec.Struct, frozen=True):
+    """A line of the script at which a rank was seen."""
+
+    line: StackLine
+    count: int
+    calls: str = ""
+    """What it called there in most of these looks, if that has frames of Python: `__next__ of dataloader.py`."""
+
+
+class SlowRankLooks(RankEvent, frozen=True, tag="slow_rank_looks"):
+    """Where a slow rank was in its own time, in which it waits for nobody. Its node agent sends it now and then, with
+    all looks so far."""
+
+    looks: int
+    lines: list[SeenLine] = []
+    """The most frequent ones first."""
+
+
 class StepTimes(RankEvent, frozen=True, tag="step_times"):
     """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
 
@@ -1117,6 +1135,7 @@ Event = (
     | WorkerExit
     | RankStall
     | RankLook
+    | SlowRankLooks
     | StepTimes
     | LimitForecast
     | ZeroedGradients
