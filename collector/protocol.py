@@ -298,6 +298,10 @@ class RunProtocol:
         """Every agent looks at its ranks; nothing is decided by it."""
         return self._to_all(wire.LookAtRanks(wire.SHOWN_LOOK))
 
+    def watch_slow_rank(self, asked: wire.WatchSlowRank) -> list[Action]:
+        """The agent whose rank it is looks at that rank."""
+        return self._to_all(asked)
+
     def _to_all(self, *messages: CollectorMessage) -> list[Action]:
         speaking = [agent for agent, node in self.nodes.items() if not node.gone]
         return [SendMessage(agent, message) for message in messages for agent in speaking]

@@ -185,6 +185,7 @@ class CollectorServer:
         self._waiting = WaitingLines(self._folded, raise_file_limit())
         self._nodes_due = 0.0
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
+        self._watched = self._live.stragglers.watched
         if self._view is not None:
             self._view.announce(paths.folder)
         self._started_ns = started_ns(store)
@@ -202,6 +203,7 @@ class CollectorServer:
             if self._socket.socket in ready:
                 self._receive(now)
             self._live.tick()
+            self._watch_slow_rank()
             self._pages.drain(self._fold)
             self._show(now)
             self._write()
@@ -211,6 +213,12 @@ class CollectorServer:
             self._tell_of_nodes(now)
             if self._act(run_protocol.tick(now)):
                 return self._finish()
+
+    def _watch_slow_rank(self) -> None:
+        asked = self._live.stragglers.watched
+        if asked != self._watched:
+            self._watched = asked
+            self._act(self._protocol.watch_slow_rank(asked))
 
     def _tell_of_nodes(self, now: float) -> None:
         if now < self._nodes_due:

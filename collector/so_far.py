@@ -14,7 +14,7 @@ import numpy
 from ..core.errors import Code, coded
 from ..core.events import Anomaly, LimitForecast
 from ..core.recorder.layout import PARTS
-from ..core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState
+from ..core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState, WatchSlowRank
 from ..core.wire.view import ViewStraggler
 from .assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now
 from .assemble.timeline import is_sound, limit_text, passing_text, utc
@@ -145,6 +145,8 @@ class LiveStragglers:
         self._told: SlowRank | None = None
         self.slow: ViewStraggler | None = None
         """The slow rank now, if the last two comparisons agree."""
+        self.watched = WatchSlowRank(-1)
+        """Whom its node's agent is to look at: that one."""
 
     def on_message(self, body: AgentBody) -> None:
         """Take the step times of a beat."""
@@ -154,6 +156,7 @@ class LiveStragglers:
             if state.attempt > self._attempt:
                 self._attempt = state.attempt
                 self._newest, self._before, self._seen, self._told, self.slow = {}, {}, None, None, None
+                self.watched = WatchSlowRank(self._attempt)
             if state.attempt == self._attempt:
                 known = self._newest.get(state.rank)
                 if known is not None and state.steps_timed < known.steps_timed:
@@ -183,6 +186,7 @@ class LiveStragglers:
         slow = find_slow_now(ranks, means)
         if _rank_of(slow) == _rank_of(self._seen):
             self.slow = ViewStraggler(slow.rank, self._host(slow.rank), slow.cost) if slow is not None else None
+            self.watched = WatchSlowRank(self._attempt, slow.rank if slow is not None else -1)
             self._tell(slow)
         self._seen = slow
 

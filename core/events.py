@@ -113,6 +113,17 @@ class IssuedMoment(msgspec.Struct, frozen=True):
     received: dict[str, dict[int, int]] = {}
 
 
+class NotedCollective(msgspec.Struct, frozen=True):
+    """One of the last collectives that a rank had issued on a process group."""
+
+    group: str
+    number: int
+    operation: str
+    dtype: str
+    was_read: bool
+    """The script has waited for it, and what came out was read then; or its device reads that."""
+
+
 class OptimizerStep(msgspec.Struct, frozen=True):
     """The optimizer that stepped on a weight, with the settings that are numbers, as in its parameter group.
 
@@ -319,6 +330,8 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     """What a second look at the module has found. Only a rank's first alarm has it."""
     moments: list[IssuedMoment] = []
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
+    collectives_before: list[NotedCollective] = []
+    """The last ones on each process group when the alarm was raised. Only a rank's first alarm has them."""
     looks: bool = False
     """The rank goes on for up to SECOND_RUN_S: a SecondRun or a ForwardCaptured follows."""
 
@@ -970,6 +983,24 @@ class RankLook(RankEvent, frozen=True, tag="look"):
     """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
 
 
+class SeenLine(msgspec.Struct, frozen=True):
+    """A line of the script at which a rank was seen."""
+
+    line: StackLine
+    count: int
+    calls: str = ""
+    """What it called there in most of these looks, if that has frames of Python: `__next__ of dataloader.py`."""
+
+
+class SlowRankLooks(RankEvent, frozen=True, tag="slow_rank_looks"):
+    """Where a slow rank was in its own time, in which it waits for nobody. Its node agent sends it now and then, with
+    all looks so far."""
+
+    looks: int
+    lines: list[SeenLine] = []
+    """The most frequent ones first."""
+
+
 class StepTimes(RankEvent, frozen=True, tag="step_times"):
     """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
 
@@ -1106,6 +1137,7 @@ Event = (
     | WorkerExit
     | RankStall
     | RankLook
+    | SlowRankLooks
     | StepTimes
     | LimitForecast
     | ZeroedGradients

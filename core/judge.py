@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
-from .events import Anomaly, IssuedMoment, LookedAgain, OptimizerStep, RunPosition
+from .events import Anomaly, IssuedMoment, LookedAgain, NotedCollective, OptimizerStep, RunPosition
 from .frames import Frame, FramePhase, Page, Row, RowKind, RowMark
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
@@ -260,6 +260,7 @@ def anomaly_at(
     optimizer: OptimizerStep | None = None,
     again: LookedAgain | None = None,
     moments: Sequence[IssuedMoment] = (),
+    collectives_before: Sequence[NotedCollective] = (),
     looks: bool = False,
 ) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
@@ -281,5 +282,6 @@ def anomaly_at(
         optimizer=optimizer,
         again=again,
         moments=list(moments),
+        collectives_before=list(collectives_before),
         looks=looks,
     )

@@ -25,6 +25,7 @@ from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport
 from ..report.sentence_parts import share_text, size_text
+from .slow_lines import lines_of, where_it_was
 from .timeline import FigureSamples, NodeSeries, series_of_all
 
 WARN = 0.10
@@ -203,10 +204,25 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComp
     text = f"Rank {slow.rank} costs the job {slow.cost:.0%} of its time: the others wait for it {when}. "
     text += f"It then takes {_time(slow.own_s)} a step without waiting, the others {_time(slow.others_s)}"
     text += f"; most of the difference is {PART_TEXT[slow.part]}." if slow.part else "."
+    seen = rank.slow_looks
+    own_s, others_s = _own_times(facts, rank)
+    text += f" {said}" if (said := where_it_was(seen, own_s, others_s)) else ""
     text += f" It is {place}." if place else ""
     beside = [*beside_slow(own, uuid_of(rank), nodes.values()), *(gpu_lines(gpu) if gpu is not None else [])]
     cost = round(slow.cost, 3)
-    return StragglerReport(slow.rank, host, device, cost, slow.loud, slow.how, slow.part, text, beside)
+    looks, lines = (seen.looks, lines_of(seen)) if seen is not None else (0, [])
+    return StragglerReport(slow.rank, host, device, cost, slow.loud, slow.how, slow.part, text, beside, looks, lines)
+
+
+def _own_times(facts: RunFacts, rank: RankFacts) -> tuple[float, float]:
+    """Mean seconds of a step over the run without waiting: the rank's, and the median of the others'."""
+    own = {
+        each.rank: (sum(times.total_s) - times.total_s[WAITING]) / times.timed
+        for each in facts.of_attempt(rank.attempt)
+        if (times := each.step_times) is not None and times.timed > 0 and len(times.total_s) == len(PARTS)
+    }
+    mine = own.pop(rank.rank, 0.0)
+    return mine, median(own.values()) if own else mine
 
 
 def _time(seconds: float) -> str:

@@ -33,7 +33,8 @@ from .clean_verdict import doubts_about
 from .diagnosis_order import DiagnosisOrder
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, next_steps, overflow_at
-from .passed_values import PassedOperations, RankSummand, element_line, put_line, way_text
+from .own_before import way_text
+from .passed_values import PassedOperations, RankSummand, element_line, put_line
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype

@@ -41,7 +41,8 @@ from .overflow_words import (
     overflow_at,
     sentence,
 )
-from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
+from .own_before import way_text, without_fed
+from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines
 from .unlike_ranks import unlike_tensor
 
 _TIERS = (
@@ -69,7 +70,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     order = DiagnosisOrder(sorted(diagnoses, key=lambda d: (not is_rank(d.rank), d.rank)))
     level = order.earliest()
     outside = [d for d in level if d.source == "outside"][:_MOST_PASSED]
-    level = [as_passed(facts, d) if d in outside else d for d in level]
+    level = without_fed(facts, [as_passed(facts, d) if d in outside else d for d in level])
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
     passages = PassedOperations(facts, first_attempt)

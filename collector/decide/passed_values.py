@@ -23,9 +23,8 @@ from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, run_the_same_model
-from ..report.sentence_parts import ranks_text
+from .own_before import REDUCTIONS, own_between, way_text
 
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _MOST_HOPS = 64
 _HANDED = ("outside", "received", "carried")
 
@@ -94,7 +93,7 @@ class PassedOperations:
             ways.append(came)
             told = self._of(came)
             given = [one for one in told if not one.came_out]
-            if not given and came.operation in _REDUCTIONS:
+            if not given and came.operation in REDUCTIONS:
                 summands = [one for one in told if one.given == "finite"]
                 return ValueArrival(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
             put = given[0] if given else None
@@ -137,7 +136,7 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
     came = _came_out(rank, diagnosis.step, diagnosis.issued.seq)
-    came = [one for one in came if one.operation in _REDUCTIONS and one.value == diagnosis.value]
+    came = [one for one in came if one.operation in REDUCTIONS and one.value == diagnosis.value]
     # the gradient of a sharded weight has the shape of the whole
     parts = [len(_members(one)) if one.operation == "reduce_scatter" else 1 for one in came]
     return [one for one, number in zip(came, parts, strict=True) if one.elements * number >= max(2, elements)]
@@ -158,15 +157,6 @@ def _all_of(came: PassedTensor, summands: list[PassedTensor]) -> bool:
     if came.value == "nan" or limit is None or set(sizes) != set(members):
         return False
     return sum(sizes.values()) > limit * 0.999
-
-
-def way_text(one: PassedTensor) -> str:
-    """`all_reduce 7 of process group 0`, `message 3 from rank 0 to rank 1`."""
-    if one.operation == "send":
-        return f"message {one.number} from rank {one.where.rank} to rank {one.peer}"
-    if one.operation == "recv":
-        return f"message {one.number} from rank {one.peer} to rank {one.where.rank}"
-    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(_members(one))})"
 
 
 def fed_lines(fed: ValueArrival) -> list[str]:
@@ -221,6 +211,9 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if not is_backward:
         last = _last_before(facts, page, frame)
     now = frame.seq if is_backward else begun(frame)
+    own = own_between(facts, found, last, now) if now > max(last, 0) else None
+    if own is not None:
+        found, now = replace(found, notes=(*found.notes, own.line), puts=own.puts), last
     notes: list[str] = []
     if now > max(last, 0):
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
+from ...core.events import Anomaly, IssuedMoment, LookedAgain, PassedTensor, RunPosition, split_label
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number, module_text
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -67,6 +67,8 @@ class LocalDiagnosis:
     """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
     passed: bool = False
     """The model's input may come from another rank or another model."""
+    puts: tuple[PassedTensor, ...] = ()
+    """Bad values that this rank has put into collectives itself, before others can have got them."""
     seen_in: FramePhase = FramePhase.FORWARD
     """The phase of the frame that shows the value. `phase` may be another: a bad weight may show in a forward."""
     cause: str = ""

@@ -100,6 +100,8 @@ class RankFacts:
     looks: list[events.RankLook] = field(default_factory=list)
     """Its position each time that all ranks were asked."""
     step_times: events.StepTimes | None = None
+    slow_looks: events.SlowRankLooks | None = None
+    """Where it was in its own time, if the others wait for it."""
     forecasts: list[events.LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
     zeroed_gradients: list[events.ZeroedGradients] = field(default_factory=list)

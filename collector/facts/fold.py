@@ -391,6 +391,8 @@ def _replaces(event: Any, known: Any) -> bool:
         return event.facts is not None  # an inventory without facts is sent again with them
     if isinstance(event, events.LeftGroup):
         return bool(event.where.step >= known.where.step)
+    if isinstance(event, events.SlowRankLooks):
+        return bool(event.looks > known.looks)
     if isinstance(event, events.StepTimes):
         # if two agents saw parts of a rank, the larger part counts, whichever was received first
         return (event.timed, event.steps) > (known.timed, known.steps)

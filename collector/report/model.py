@@ -146,6 +146,19 @@ class RankStepTotals(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
 
 
+class SlowLine(msgspec.Struct, frozen=True):
+    """A line of the script at which a slow rank was seen."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+    """"" where it could not be read."""
+    calls: str
+    """What it called there in most of these looks, as far as that is Python: `__next__ of dataloader.py`."""
+    looks: int
+
+
 class StragglerReport(msgspec.Struct, frozen=True):
     """A rank that the others wait for."""
 
@@ -164,6 +177,10 @@ class StragglerReport(msgspec.Struct, frozen=True):
     """One sentence or several."""
     beside: list[str] = []
     """Figures of its host and its GPU over the run, and of its GPU since the preflight."""
+    looks: int = 0
+    """How often its stack was taken in its own time."""
+    lines: list[SlowLine] = []
+    """Where it then was in its script, the most frequent lines first."""
     code: str = Code.STRAGGLER
 
 

@@ -461,6 +461,14 @@ class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
     """Counts how often the collector has asked; SHOWN_LOOK: for a viewer."""
 
 
+class WatchSlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):
+    """The others wait for this rank: look at it now and then, if it is one of your node's."""
+
+    attempt: int
+    rank: int = -1
+    """-1: none is slow any more."""
+
+
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
     """End the ranks of this node, because the job has ended elsewhere. The agent hands it to its launch."""
 
@@ -486,7 +494,9 @@ class AgentRefused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-CollectorMessage = RunWelcome | MessageAck | WantedBatch | LookAtRanks | StopRanks | JobResult | AgentRefused
+CollectorMessage = (
+    RunWelcome | MessageAck | WantedBatch | LookAtRanks | WatchSlowRank | StopRanks | JobResult | AgentRefused
+)
 
 
 class WireError(GpuwatchError):

@@ -68,6 +68,7 @@ from .process_ends import ProcessEnds, RunOrphans, session_of
 from .rank_pages import TracedBatches
 from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
+from .slow_rank import SlowRankWatch
 from .telemetry import NodeTelemetry
 
 LOOK_S = 0.05
@@ -114,6 +115,7 @@ class NodeAgentLoop:
         self._shown: list[RankLook] = []
         """For viewers: the next beat has them."""
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
+        self._slow = SlowRankWatch(self._folder)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
         self._ends_told: set[tuple[int, int]] = set()
@@ -264,6 +266,8 @@ class NodeAgentLoop:
         if watch is not None and watch.was_removed and (attempt, rank) in self._ends_told:
             watch.ended = True
         if watch is not None and not watch.ended:
+            for slow in self._slow.told(watch):
+                self._put(messages.EventMessage(slow))
             for body in watch.end(code, by, now, look):
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
@@ -363,6 +367,8 @@ class NodeAgentLoop:
             for stalled in self._stalls.stalled(self._of_ranks, now):
                 self._put(messages.EventMessage(stalled))
                 self._put(self._telemetry.told(now))
+            for slow in self._slow.turn(self._of_ranks, now):
+                self._put(messages.EventMessage(slow))
             for look in self._stalls.seen(now):
                 if look.number == messages.SHOWN_LOOK:
                     self._shown.append(look)
@@ -418,6 +424,8 @@ class NodeAgentLoop:
             self._stalls.inspect(self._of_ranks, message.number, now)
             if message.number != messages.SHOWN_LOOK:
                 self._put(self._telemetry.told(now))
+        elif isinstance(message, messages.WatchSlowRank):
+            self._slow.ask(message)
         elif isinstance(message, messages.StopRanks):
             self._tell(message)
         elif isinstance(message, pipe.JobResult):

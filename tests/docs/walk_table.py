@@ -91,6 +91,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/frameworks.md", "RANK=*", "needs a script of the reader's: tests/e2e/test_run_by_hand.py runs it"),
     ("docs/gpu.md", "*", GPU),
     ("docs/hangs.md", "gpuwatch: Rank 1 on gpu-2 *", SCRIPT),
+    ("docs/hangs.md", "In * looks at its stack it was *", SCRIPT),
     ("docs/hangs.md", "its host gpu-2 *", GPU),
     ("docs/how-it-works.md", "node 0 (head) *", ELSEWHERE),
     ("docs/index.md", "pip install *", INSTALLS),

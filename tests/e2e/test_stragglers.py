@@ -3,6 +3,9 @@ of what a step takes, so that the speed of the machine plays no part."""
 
 import pytest
 
+from ..waiting import until
+from .conftest import scratch_folders
+
 pytestmark = pytest.mark.slow
 PLAIN = ("--preflight", "off")
 
@@ -47,6 +50,31 @@ def test_while_it_runs_it_is_told_once(bench, how):
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     log = (run.cwd / "gpuwatch-runs" / "latest" / "logs" / "collector.log").read_text()
     assert line.removeprefix("gpuwatch: ").strip() in log
+
+
+def test_its_line_is_told_once_it_was_looked_at(bench):
+    """It is looked at from the second comparison of the ranks on. The job ends after some looks."""
+    told = bench.cwd / "told"
+    process = bench.start(
+        *("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *PLAIN, bench.script("slow.py")),
+        *("--how", "loader", "--usual", "0.01", "--steps", "20000", "--until", str(told)),
+    )
+    assert process.stderr is not None
+    next((line for line in process.stderr if "costs the job" in line), "")
+    (scratch,) = scratch_folders(bench.pids | {process.pid})
+    (stack,) = scratch.glob("rank-00001.*.stack")
+    until(lambda: stack.read_text().count("most recent call first") >= 13, "13 looks at rank 1")
+    answers = {path.name: path.stat().st_size for path in scratch.glob("*.stack")}
+    told.touch()
+    run = bench.finish(process)
+
+    (slow,) = run.report["steps"]["stragglers"]
+    assert slow["looks"] >= 12
+    first = slow["lines"][0]
+    assert (first["function"], first["code"]) == ("load_batch", "time.sleep(takes_s)")
+    assert f"it was at slow.py:{first['line']} in load_batch: `time.sleep(takes_s)`" in slow["text"]
+    assert f"it was at slow.py:{first['line']} in load_batch" in " ".join(run.stderr.split()), "on one screen"
+    assert [size for name, size in answers.items() if name.startswith("rank-00000")] == [0], "the other was not asked"
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(400, marks=pytest.mark.soak)])

@@ -14,9 +14,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from ...core.events import NotedCollective
 from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
-from ...core.recorder.layout import GROUP_BYTES, GROUPS, HeadField
+from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
@@ -115,6 +116,24 @@ class GroupTable:
             return -1
         fields, field = self._fields, slot.field
         return int(fields[field + _BEGUN]) + max(0, counted - int(fields[field + _COUNTED]))
+
+    def last_collectives(self) -> list[NotedCollective]:
+        """The last ones on each group that is shown."""
+        if not self.shows or self._failed:
+            return []
+        data = bytes(self._view[GROUPS_AT : GROUPS_AT + GROUPS * GROUP_BYTES])
+        on_device = {slot.name for slot in self._slots.values() if slot is not None and self._ends_on_device(slot)}
+        return [
+            NotedCollective(
+                group.name, each.number, each.operation, each.dtype, each.took_ns > 0 or group.name in on_device
+            )
+            for group in table.read_groups(data, _now())
+            for each in group.recent
+            if each.number > 0
+        ]
+
+    def _ends_on_device(self, slot: GroupSlot) -> bool:
+        return bool(self._fields[slot.field + _ENDED] == table.ENDS_ON_DEVICE)
 
     def slot_at(self, number: int) -> GroupSlot | None:
         """The slot of that number, if a group holds it."""

@@ -315,8 +315,9 @@ class AlarmRecorder:
             if bad.frame.phase == FramePhase.OPTIMIZER
             else None
         )
-        again = None
+        again, noted = None, None
         if not self._anomalies:
+            noted = self._asked("process groups", where, self._progress.groups.last_collectives)
             self.first_alarmed = bad.page.number
             again = self._asked("a second look", where, self.look_again, bad)
             self._asked("data loaders", where, self.on_first, bad)
@@ -331,6 +332,7 @@ class AlarmRecorder:
             optimizer=stepped,
             again=again,
             moments=moments(_MAX_MOMENTS, where.seq) if not self._anomalies else (),
+            collectives_before=noted or (),
         )
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.so_far import LEAST_S, LiveStragglers
 from gpuwatch.core.recorder.layout import PARTS
-from gpuwatch.core.wire.messages import NodeBeat, RankState
+from gpuwatch.core.wire.messages import NodeBeat, RankState, WatchSlowRank
 
 STEPS = 20
 """In each stretch."""
@@ -78,6 +78,22 @@ def test_who_looks_on_sees_what_it_costs_now():
     job.runs((3, 1.5), stretches=5)
     job.restart(1)
     assert job.live.slow is None, "another attempt begins anew"
+
+
+def test_its_node_is_asked_to_look_at_it_once_two_stretches_agree():
+    job = Job(4)
+    job.runs(stretches=4)
+    assert job.live.watched == WatchSlowRank(0), "nobody is slow"
+    job.runs((2, 1.5), part="outside", stretches=1)
+    assert job.live.watched == WatchSlowRank(0)
+    job.runs((2, 1.5), part="outside", stretches=1)
+    assert job.live.watched == WatchSlowRank(0, 2)
+    job.runs(stretches=3)
+    assert job.live.watched == WatchSlowRank(0)
+    job.runs((3, 1.5), stretches=3)
+    assert job.live.watched == WatchSlowRank(0, 3)
+    job.restart(1)
+    assert job.live.watched == WatchSlowRank(1), "another attempt begins anew"
 
 
 def test_a_large_share_is_told_loudly_and_again_only_when_it_has_become_large():

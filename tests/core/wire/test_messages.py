@@ -78,6 +78,7 @@ EVENTS = [
         "why",
         3,
         moments=[records.IssuedMoment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
+        collectives_before=[records.NotedCollective("0", 5, "all_reduce", "float32", True)],
     ),
     records.PassedTensor(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
     records.RangeWarning(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
@@ -111,6 +112,7 @@ EVENTS = [
     records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     records.ZeroedGradients(HERE, 2, 20, 9, "fc1", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19, True),
     records.UnmovedWeights(HERE, 16, 40, 2, "fc1", "Linear", "weight", "float32", 0.5, 0.001, True),
+    records.SlowRankLooks(HERE, 46, [records.SeenLine(records.StackLine("/t.py", 3, "f", "g()"), 41, "g of h.py")]),
     records.RankLook(
         HERE,
         2,
@@ -173,6 +175,7 @@ ANSWERS = [
     messages.MessageAck(7, resend=True, time_ns=12, echo_ns=5),
     messages.WantedBatch(1, "Net", 1, 9),
     messages.LookAtRanks(2),
+    messages.WatchSlowRank(1, 3),
     messages.StopRanks("node b is lost"),
     messages.JobResult(4, VerdictKind.OVERFLOW, "text", "/runs/run/report.json"),
     messages.AgentRefused("no"),

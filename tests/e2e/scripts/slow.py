@@ -44,6 +44,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", choices=("constant", "sometimes", "loader", "none"), required=True)
     parser.add_argument("--works", action="store_true", help="a rank is slow by 1.3 times the work, and none sleeps")
+    parser.add_argument("--usual", type=float, default=USUAL_S, help="seconds that any rank takes for a step")
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--until", type=Path, help="ends early when this file is there")
@@ -58,7 +59,7 @@ def main():
     for step in range(options.steps):
         x = load_batch(MORE_S if me and options.how == "loader" else 0.0)
         slow = options.how == "constant" or (options.how == "sometimes" and step % 4 == 3)
-        block.takes_s = USUAL_S + (MORE_S * (1 if options.how == "constant" else 3) if me and slow else 0.0)
+        block.takes_s = options.usual + (MORE_S * (1 if options.how == "constant" else 3) if me and slow else 0.0)
         if options.works:
             more = MORE_WORK * (1 if options.how == "constant" else 4)
             block.work, block.takes_s = USUAL_WORK + (more if me and slow else 0), 0.0

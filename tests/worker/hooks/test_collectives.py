@@ -840,3 +840,28 @@ for group in (dist.group.WORLD, other):
 show("after")
 """):
         assert [(group["begun"], group["ended"]) for group in shown["after"]] == [(1, 1), (1, 0)]
+
+
+@BOTH
+@pytest.mark.quick(1)
+def test_an_alarm_lists_what_was_issued_last_and_whether_what_came_out_was_read(both):
+    """A view's output is read as well, although the script keeps no name for it."""
+    body = (
+        LOOKS
+        + """
+whole = torch.full((2, 3), float("nan") if rank else 1.0)
+dist.all_reduce(whole[0], async_op=True).wait()
+work = dist.broadcast(x, src=0, async_op=True)
+shown["listed"] = [msgspec.to_builtins(each) for each in progress.groups.last_collectives()]
+shown["told"] = [each[4] for each in all_told()]
+work.wait()
+shown["in the end"] = [each.was_read for each in progress.groups.last_collectives()]
+"""
+    )
+    for rank, shown in enumerate(both(body)):
+        assert shown["listed"] == [
+            {"group": "0", "number": 1, "operation": "all_reduce", "dtype": "float32", "was_read": True},
+            {"group": "0", "number": 2, "operation": "broadcast", "dtype": "float32", "was_read": False},
+        ]
+        assert shown["told"] == ([False, True] if rank else [True])
+        assert shown["in the end"] == [True, True]
