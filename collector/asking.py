@@ -81,7 +81,8 @@ class AskedAll:
     _asked_at: float = 0.0
     _again_at: float = 0.0
     _open: bool = False
-    _attempt: int = 0
+    attempt: int = 0
+    """That of the last round."""
     _limit_s: float = 0.0
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
@@ -94,12 +95,12 @@ class AskedAll:
             self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, RankLook):
             self.number = max(self.number, event.number)  # of a collector that was started again since
-            if self._open and (event.number, event.where.attempt) == (self.number, self._attempt):
+            if self._open and (event.number, event.where.attempt) == (self.number, self.attempt):
                 self._looks[event.where.rank] = event
         elif not self._open and now >= self._again_at:
             self.number += 1
             self._asked_at, self._open, self._looks = now, True, {}
-            self._attempt, self._limit_s = event.where.attempt, event.limit_s
+            self.attempt, self._limit_s = event.where.attempt, event.limit_s
             return self.number
         return None
 
@@ -121,7 +122,7 @@ class AskedAll:
         """
         if not self._open:
             return None
-        ended = {rank: exit_ for (attempt, rank), exit_ in self._ended.items() if attempt == self._attempt}
+        ended = {rank: exit_ for (attempt, rank), exit_ in self._ended.items() if attempt == self.attempt}
         if len(self._looks.keys() | ended.keys()) < world_size and now - self._asked_at < ANSWER_S:
             return None
         self._open = False
@@ -133,7 +134,7 @@ class AskedAll:
             return None
         found = with_silent_nodes(found, silent, looks, len(ended), world_size)
         self._again_at = now + AGAIN_S
-        self.last = self._attempt, found
+        self.last = self.attempt, found
         return found, ending_of(found, looks, on_hang, self._limit_s)
 
     def _rest_s(self, look: RankLook) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from gpuwatch.collector.decide.overflow_at_rest import RestingOverflow
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
     GONE_S,
@@ -591,6 +592,32 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_ever(make):
     (text,) = told(cluster.tick(400.0 + ANSWER_S))
 
     assert "1 of the ranks did not report their positions" in text
+
+
+@pytest.mark.parametrize(
+    ("on_hang", "ends_at_overflow", "decided", "stop"),
+    [
+        ("auto", True, True, StopRanks("an overflow was found, and no rank moves any more")),
+        ("auto", True, False, None),
+        ("auto", False, True, None),
+        ("abort", False, True, StopRanks("no rank moves any more", restart=True)),
+    ],
+)
+def test_an_overflow_is_told_in_place_of_the_hang_and_ends_the_job(make, on_hang, ends_at_overflow, decided, stop):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang, cluster.run_protocol.ends_at_overflow = on_hang, ends_at_overflow
+    cluster.run_protocol.overflow_at_rest = lambda: RestingOverflow(0, "Rank 0 overflowed first.", decided)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    cluster.say("a1", look(1, ""), 401.2)
+    actions = cluster.tick(401.3)
+    (text,) = told(actions, Code.OVERFLOW)
+
+    assert text.startswith("Rank 0 overflowed first. No rank has moved since: rank 0 waits in all_reduce")
+    assert told(actions) == []
+    assert cluster.run_protocol.asking.last is None  # viewers are shown the overflow
+    stops = [a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+    assert stops == ([stop] * 2 if stop is not None else [])
 
 
 def test_while_one_of_them_still_moves_it_is_no_hang(make):

@@ -49,6 +49,32 @@ def test_it_is_named_with_what_it_does(bench, how, place, line):
     assert verdict["statement"] in run.stderr  # at once, while it stood still
 
 
+@pytest.mark.sample(2, of="an overflow, and then no rank moves")
+@pytest.mark.parametrize("options", [(), ("--on-hang", "abort"), ("--on-overflow", "continue", "--on-hang", "abort")])
+@pytest.mark.parametrize("how", ["sleeps", "waits"])
+def test_an_overflow_before_a_hang_is_told_while_the_job_stands(bench, how, options):
+    """The numbers of rank 1 have come from its device, and no hook of it runs that could tell."""
+    script = ("overflow_then_hang.py", *TOLD, *options)
+    run = bench.launch(*script, nproc=2, args=("--how", how), GPUWATCH_LATE_DEVICE="7")
+
+    overflow = "Rank 1 on {} overflowed first: +inf in the output of `first` (Linear), forward, batch 20."
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"]) == (4, "overflow", 1)
+    assert verdict["statement"] == overflow.format(verdict["host"])
+    live = run.stderr.partition("stopping the ranks")[0]
+    assert f"gpuwatch: {verdict['statement']} No rank has moved since: " in live
+    assert "never reached" not in live
+    assert "wait for each other" not in live
+
+
+def test_an_overflow_in_a_forward_that_hangs_is_told_while_the_job_stands(bench):
+    """The forward has not returned: the job is ended for the hang."""
+    run = bench.launch("overflow_then_hang.py", *ABORT, nproc=2, args=("--how", "inside"))
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (4, "overflow", 1)
+    assert f"gpuwatch: {run.verdict['statement']} No rank has moved since: " in run.stderr
+
+
 def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
     run = bench.launch("hang.py", *ABORT, nproc=3, args=("--how", "apart"))
 
