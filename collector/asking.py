@@ -84,6 +84,8 @@ class AskedAll:
     attempt: int = 0
     """That of the last round."""
     _limit_s: float = 0.0
+    _timeout_s: float = 0.0
+    """Of the process group that ends the job soon; 0 where a rank has passed its own limit."""
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
     last: tuple[int, HangFinding] | None = None
@@ -101,6 +103,7 @@ class AskedAll:
             self.number += 1
             self._asked_at, self._open, self._looks = now, True, {}
             self.attempt, self._limit_s = event.where.attempt, event.limit_s
+            self._timeout_s = event.timeout_s
             return self.number
         return None
 
@@ -130,12 +133,13 @@ class AskedAll:
         if any(not has_left(look) and look.still_s < self._rest_s(look) for look in looks):
             return None
         found = find_hang(looks, ended, world_size)
-        if found is None:
+        if found is None or (self._timeout_s and not found.may_end):
             return None
         found = with_silent_nodes(found, silent, looks, len(ended), world_size)
         self._again_at = now + AGAIN_S
         self.last = self.attempt, found
-        return found, ending_of(found, looks, on_hang, self._limit_s)
+        return found, ending_of(found, looks, on_hang, self._limit_s, self._timeout_s)
 
     def _rest_s(self, look: RankLook) -> float:
-        return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s)
+        own_s = 0.0 if self._timeout_s else look.limit_s
+        return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * own_s)

@@ -273,6 +273,17 @@ class RankWatch:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
 
+    def timeout_s(self) -> float:
+        """Of the process group in which it has waited for longest; of its default group if no table shows it waiting.
+
+        0 where none is known.
+        """
+        inside = [group for group in self.groups() if group.phase in ("issuing", "waiting", "issued", "on_device")]
+        longest = max(inside, key=lambda group: group.since_s, default=None)
+        if longest is not None:
+            return longest.timeout_s
+        return self._read(lambda reader: max(0, reader[HeadField.GROUP_TIMEOUT_MS]) / 1000, 0.0)
+
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""
         try:

@@ -75,6 +75,29 @@ def test_an_overflow_in_a_forward_that_hangs_is_told_while_the_job_stands(bench)
     assert f"gpuwatch: {run.verdict['statement']} No rank has moved since: " in run.stderr
 
 
+@pytest.mark.sample(1, of="a look before the group's timeout")
+@pytest.mark.parametrize(
+    ("how", "operation", "place"),
+    [
+        ("default", "all_reduce", "outside of a forward, after batch 3"),
+        ("new group", "all_reduce of group 1 (all ranks)", "outside of a forward, after batch 3"),
+        ("ddp", "verify_param_shape_across_processes", "before its first batch"),
+    ],
+)
+def test_the_ranks_are_looked_at_before_the_timeout_of_their_group(bench, how, operation, place):
+    """With default options: its own limit is 300 s, and 1200 s before the first batch."""
+    args = ("--how", how, "--timeout", "15")
+    run = bench.launch("group_timeout.py", "--preflight", "off", nproc=2, args=args)
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"]) == (5, "hang", 1)
+    assert verdict["statement"].startswith(f"Rank 1 never reached {operation}, in which rank 0 has waited for ")
+    assert f"It is {place}, at group_timeout.py:" in verdict["statement"]
+    assert "in elsewhere: time.sleep(0.1)" in verdict["statement"]
+    assert f"gpuwatch: {verdict['statement']}" in run.stderr
+    assert "(the timeout of its process group, 15 s, ends the job)" in run.stderr
+
+
 def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
     run = bench.launch("hang.py", *ABORT, nproc=3, args=("--how", "apart"))
 
