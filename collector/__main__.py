@@ -108,6 +108,7 @@ def listen(config: CollectorConfig) -> CollectorServer:
 def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:
     """Run to the end with the launch's pipe as stdin."""
     run_protocol = RunProtocol(paths.run_id, config.rdzv_id, on_hang=config.on_hang)
+    run_protocol.ends_at_overflow = config.ends_at_overflow
     run_protocol.restore(store.messages(), 0.0)
     try:
         server.run(

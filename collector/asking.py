@@ -81,8 +81,11 @@ class AskedAll:
     _asked_at: float = 0.0
     _again_at: float = 0.0
     _open: bool = False
-    _attempt: int = 0
+    attempt: int = 0
+    """That of the last round."""
     _limit_s: float = 0.0
+    _timeout_s: float = 0.0
+    """Of the process group that ends the job soon; 0 where a rank has passed its own limit."""
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
     last: tuple[int, HangFinding] | None = None
@@ -94,12 +97,13 @@ class AskedAll:
             self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, RankLook):
             self.number = max(self.number, event.number)  # of a collector that was started again since
-            if self._open and (event.number, event.where.attempt) == (self.number, self._attempt):
+            if self._open and (event.number, event.where.attempt) == (self.number, self.attempt):
                 self._looks[event.where.rank] = event
         elif not self._open and now >= self._again_at:
             self.number += 1
             self._asked_at, self._open, self._looks = now, True, {}
-            self._attempt, self._limit_s = event.where.attempt, event.limit_s
+            self.attempt, self._limit_s = event.where.attempt, event.limit_s
+            self._timeout_s = event.timeout_s
             return self.number
         return None
 
@@ -121,7 +125,7 @@ class AskedAll:
         """
         if not self._open:
             return None
-        ended = {rank: exit_ for (attempt, rank), exit_ in self._ended.items() if attempt == self._attempt}
+        ended = {rank: exit_ for (attempt, rank), exit_ in self._ended.items() if attempt == self.attempt}
         if len(self._looks.keys() | ended.keys()) < world_size and now - self._asked_at < ANSWER_S:
             return None
         self._open = False
@@ -129,12 +133,13 @@ class AskedAll:
         if any(not has_left(look) and look.still_s < self._rest_s(look) for look in looks):
             return None
         found = find_hang(looks, ended, world_size)
-        if found is None:
+        if found is None or (self._timeout_s and not found.may_end):
             return None
         found = with_silent_nodes(found, silent, looks, len(ended), world_size)
         self._again_at = now + AGAIN_S
-        self.last = self._attempt, found
-        return found, ending_of(found, looks, on_hang, self._limit_s)
+        self.last = self.attempt, found
+        return found, ending_of(found, looks, on_hang, self._limit_s, self._timeout_s)
 
     def _rest_s(self, look: RankLook) -> float:
-        return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s)
+        own_s = 0.0 if self._timeout_s else look.limit_s
+        return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * own_s)

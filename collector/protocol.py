@@ -7,7 +7,7 @@ A helper that is silent never ends the job: only a rank's own end, the user or t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -28,6 +28,9 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
+from .decide.overflow_at_rest import RestingOverflow
+from .ends.hang_finding import HangAction
+from .ends.hang_model import HangFinding
 from .ends.silent_nodes import node_text, ranks_by_host
 
 SILENT_S = 20.0
@@ -126,6 +129,10 @@ class RunProtocol:
     strangers: int = 0
     """Agents that were refused."""
     on_hang: OnHang = "report"
+    ends_at_overflow: bool = False
+    """An overflow ends the job, also one that a rank that rests could not tell of."""
+    overflow_at_rest: Callable[[], RestingOverflow | None] = lambda: None
+    """What is known of an overflow when no rank moves any more."""
     replays: int = 0
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
@@ -317,9 +324,22 @@ class RunProtocol:
         if concluded is None:
             return []
         found, ending = concluded
+        overflow = self.overflow_at_rest()
+        if overflow is not None and overflow.attempt == self.asking.attempt:
+            return self._stands_after(overflow, found, ending)
         stop = self._to_all(wire.StopRanks("no rank moves any more", restart=True)) if ending.now else []
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
+
+    def _stands_after(self, overflow: RestingOverflow, found: HangFinding, ending: HangAction) -> list[Action]:
+        """The overflow comes first: that the ranks wait may follow from it."""
+        self.asking.last = None
+        ends = self.ends_at_overflow and overflow.ends
+        reason = "an overflow was found, and no rank moves any more" if ends else "no rank moves any more"
+        stop = self._to_all(wire.StopRanks(reason, restart=not ends)) if ends or ending.now else []
+        then = "ending the ranks for the overflow" if ends else ending.text
+        text = f"{overflow.statement} No rank has moved since: {'; '.join(found.evidence)} ({then})"
+        return [NotifyUser(text, Code.OVERFLOW), *stop]
 
     def _text_of(self, agent: str) -> str:
         return node_text({self.nodes[agent].hello.host: self.claims.ranks_of(node_of(agent))})

@@ -28,6 +28,7 @@ from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
 from ..core.wire.view import JobView, StacksView
 from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
+from .decide.overflow_at_rest import RestingOverflow
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
@@ -186,6 +187,7 @@ class CollectorServer:
         self._nodes_due = 0.0
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         self._watched = self._live.stragglers.watched
+        run_protocol.overflow_at_rest = self._overflow_at_rest
         if self._view is not None:
             self._view.announce(paths.folder)
         self._started_ns = started_ns(store)
@@ -257,6 +259,11 @@ class CollectorServer:
             self._pages.put(agent, message.n, message.body, len(data))
         else:
             self._fold(agent, message.n, message.body)
+
+    def _overflow_at_rest(self) -> RestingOverflow | None:
+        while self._pages:
+            self._pages.drain(self._fold)
+        return self._live.overflow_at_rest()
 
     def _credit_now(self) -> int:
         return self._protocol.credit if self._store.has_room and self._pages.has_room else 0

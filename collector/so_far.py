@@ -18,8 +18,10 @@ from ..core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage,
 from ..core.wire.view import ViewStraggler
 from .assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now
 from .assemble.timeline import is_sound, limit_text, passing_text, utc
+from .decide.overflow_at_rest import RestingOverflow, overflow_at_rest
 from .decide.overflow_verdict import overflow_verdict
 from .facts.fold import FactFold, shown_body
+from .report.model import Verdict
 from .report.sentence_parts import one_on
 
 # The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
@@ -77,13 +79,19 @@ class LiveVerdict:
             self._due = now + max(took, now - began) / _SHARE
             self._saved -= took
 
-    def _decide(self) -> None:
+    def at_rest(self) -> RestingOverflow | None:
+        """Decide now, as no rank moves: over pages that their ranks could not judge, too."""
+        self._any = True
+        return overflow_at_rest(self._folded.as_it_stands(), self._decide())
+
+    def _decide(self) -> Verdict | None:
         verdict = overflow_verdict(self._folded.facts(most_diagnosed=_MOST_DIAGNOSED))
         self._changed = self._folded.is_behind
         line = f"the verdict so far: {verdict.certainty}: {verdict.statement}" if verdict is not None else self.said
         if line != self.said:
             self.said = line
             self._say(f"{utc(self._now(), 'milliseconds')} {line}")
+        return verdict
 
     def _is_time(self) -> bool:
         now = self._clock()
@@ -248,6 +256,13 @@ class LiveFindings:
         for part in (self.verdict, self.stragglers):
             with self._alone(part):
                 part.tick()
+
+    def overflow_at_rest(self) -> RestingOverflow | None:
+        """What is known of an overflow, now that no rank moves."""
+        known: list[RestingOverflow | None] = []
+        with self._alone(self.verdict):
+            known.append(self.verdict.at_rest())
+        return known[0] if known else None
 
     @contextmanager
     def _alone(self, part: object) -> Iterator[None]:

@@ -879,6 +879,8 @@ class GroupState(msgspec.Struct, frozen=True):
     known."""
     pending_s: float = 0.0
     """How long its device has had that, in seconds."""
+    timeout_s: float = 0.0
+    """After how long a wait in it ends the rank, in seconds; 0: not known."""
 
 
 class StackLine(msgspec.Struct, frozen=True):
@@ -955,6 +957,8 @@ class RankStall(RankEvent, frozen=True, tag="stalled"):
     """A node agent saw a rank not move for longer than its limit."""
 
     limit_s: float
+    timeout_s: float = 0.0
+    """Of its process group, which ends the job before its own limit would be reached; 0: the limit is its own."""
 
 
 class RankLook(RankEvent, frozen=True, tag="look"):

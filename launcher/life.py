@@ -103,6 +103,7 @@ class JobTerms:
             max_frames=args.max_frames,
             run_name=args.run_name or "",
             on_hang=args.on_hang,
+            ends_at_overflow=getattr(args, "on_overflow", "") == "abort",
             fallback=str(scratch / RESCUED),
             viewer_private_key=keys.viewer.private.decode(),
             metrics=args.metrics_port or "",

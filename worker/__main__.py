@@ -30,6 +30,7 @@ from ..core.host import die_with_parent
 from ..core.identity import RankIdentity
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
+from .folded_errors import folded, is_terminal
 from .patches import after_import
 from .preflight.preflight_run import preflight_or_exit
 from .session import WorkerSession, open_session, watch_the_ends
@@ -98,7 +99,7 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
 
 def run(
     arguments: list[str],
-    raised: Callable[[BaseException], None],
+    raised: Callable[[BaseException], object],
     finished: Callable[[int], None],
     raise_kept: Callable[[], None] = lambda: None,
 ) -> NoReturn:
@@ -122,16 +123,17 @@ def run(
         raise
     except BaseException as error:
         error.__traceback__ = _own_frames_removed(error.__traceback__)
-        _tell(raised, error)
-        _die_of(error)
+        _die_of(error, is_kept=_tell(raised, error) is True)
     _tell(finished, 0)
     sys.exit(0)
 
 
-def _tell(observer: Callable[[Any], None], what: object) -> None:
+def _tell(observer: Callable[[Any], object], what: object) -> object:
     """Call an observer. An error in it does not change how the script ends."""
+    answer: object = None
     with suppress(Exception):
-        observer(what)
+        answer = observer(what)
+    return answer
 
 
 def _execute(arguments: list[str]) -> None:
@@ -193,10 +195,17 @@ def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None
     return traceback
 
 
-def _die_of(error: BaseException) -> NoReturn:
-    """Print the exception with the current excepthook, and exit with the code that Python would give."""
+def _die_of(error: BaseException, *, is_kept: bool) -> NoReturn:
+    """Print the exception with the current excepthook, and exit with the code that Python would give.
+
+    `is_kept`: the recorder has its traceback, and so the report.
+    """
     try:
-        sys.excepthook(type(error), error, error.__traceback__)
+        line = folded(error, RankIdentity.from_environment().rank) if is_kept and is_terminal() else ""
+        if line:
+            say(line)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
     except Exception:
         sys.__excepthook__(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):

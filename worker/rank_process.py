@@ -93,7 +93,7 @@ class WatchedRank(Protocol):
     def is_ours(self) -> bool:
         """False in a process that the script has forked."""
 
-    def raised(self, error: BaseException) -> None:
+    def raised(self, error: BaseException) -> object:
         """The script has ended with this exception."""
 
     def finished(self, code: int) -> None:

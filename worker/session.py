@@ -156,10 +156,10 @@ class WorkerSession:
             self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
 
-    def raised(self, error: BaseException) -> None:
-        """The script has ended with this exception."""
+    def raised(self, error: BaseException) -> bool:
+        """The script has ended with this exception. Whether the recorder has it, with its whole traceback."""
         if not self.is_ours:
-            return
+            return False
         arrived = self.settle(failed=True)
         text = "".join(traceback.format_exception(error))
         hooks = self.hooks
@@ -169,7 +169,7 @@ class WorkerSession:
             if from_outside(failure):
                 raise
             message = ""
-        self.recorder.append(
+        is_kept = self.recorder.append(
             ScriptError(
                 self.where(),
                 type(error).__name__,
@@ -181,6 +181,7 @@ class WorkerSession:
             )
         )
         self.enter(RankPhase.RAISED)
+        return is_kept and len(text) <= _TRACEBACK_CHARACTERS
 
     def raise_kept(self) -> None:
         """The script's code has ended. Raise what its signals' handlers have raised where torch would silence it."""

@@ -278,8 +278,15 @@ class HangAction:
     """`ending the ranks`, or why they are not, and what to do to have them ended."""
 
 
-def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
-    """`limit_s` is the limit that the first rank has passed."""
+def ending_of(
+    found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float, timeout_s: float = 0.0
+) -> HangAction:
+    """`limit_s` is the limit that the first rank has passed. `timeout_s`: of its process group, as it has passed none.
+
+    That one ends the job, if the rank that the others wait for does not come in time.
+    """
+    if timeout_s > 0:
+        return HangAction(False, f"the timeout of its process group, {timeout_s:.0f} s, ends the job")
     if on_hang == "report":
         return HangAction(False, f"{_LEAVES}; to end it: --on-hang abort")
     return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)

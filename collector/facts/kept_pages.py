@@ -19,6 +19,7 @@ from ...core.events import Definition
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
+from ...core.roles import GRADIENTS, parse_role
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
@@ -164,6 +165,13 @@ class KeptPage:
     def has_backward(self) -> bool:
         """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
         return self._last_phase not in (-1, FramePhase.FORWARD.number)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a module of its root has had a gradient, in this batch or before: then the root is trained."""
+        names = self._names.names
+        own = {module.id for module in names.modules.values() if module.root == self._root}
+        return any(slot.module in own and parse_role(slot.role).kind in GRADIENTS for slot in names.slots.values())
 
     @property
     def first_frame(self) -> Frame | None:

@@ -135,7 +135,7 @@ def print_section(
     printers: dict[ReportSection, Callable[[], None]] = {
         ReportSection.VERDICT: lambda: _verdict(console, report),
         ReportSection.ATTEMPTS: lambda: print_list(console, section.heading, earlier),
-        ReportSection.RANKS: lambda: print_ranks(console, report, _MAX_TABLE_ROWS),
+        ReportSection.RANKS: lambda: _ranks(console, report, rank),
         ReportSection.STACKS: lambda: print_block(console, section.heading, "\n".join(stacks_text(report.ranks))),
         ReportSection.PREFLIGHT: lambda: print_findings(console, report),
         ReportSection.NOTES: lambda: _titled(console, section, notes(report)),
@@ -233,6 +233,14 @@ def print_item(console: Console, item: str) -> None:
     console.print(list_item(first))
     for line in more:
         console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+def _ranks(console: Console, report: RunReport, rank: int | None) -> None:
+    """The table, and the whole error of the rank that was asked for: its terminal may have shown one line of it."""
+    print_ranks(console, report, _MAX_TABLE_ROWS)
+    error = next((one.error for one in report.ranks if one.rank == rank and one.error is not None), None)
+    if rank is not None and error is not None and error.get("traceback"):
+        print_block(console, f"Traceback of rank {rank}", str(error["traceback"]).rstrip())
 
 
 def print_ranks(console: Console, report: RunReport, most: int) -> None:

@@ -76,6 +76,8 @@ class GroupField(IntEnum):
     """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
     AFTER = 11
     """Its STATE after a call or a wait: NONE, or ON_DEVICE if all calls of the group are noted."""
+    TIMEOUT_MS = 12
+    """After how long a wait in it ends the rank; 0: not known."""
 
 
 ENDS_ON_DEVICE = -1
@@ -201,6 +203,7 @@ def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | Non
         phase=GroupPhase(state).name.lower() if state in GroupPhase._value2member_map_ else "none",
         at=fields[GroupField.AT],
         since_s=round(max(0, now_ns - fields[GroupField.SINCE_NS]) / 1e9, 1),
+        timeout_s=max(0, fields[GroupField.TIMEOUT_MS]) / 1000,
         recent=sorted(recent, key=lambda issued: issued.number),
     )
 

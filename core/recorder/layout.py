@@ -146,6 +146,8 @@ class HeadField(IntEnum):
     """The child writes it."""
     CALLING_CHILD = 49
     """As above."""
+    GROUP_TIMEOUT_MS = 50
+    """Of its default process group: it may wait there before a slot of the table shows it. 0: not known."""
 
 
 class SegmentField(IntEnum):

@@ -119,6 +119,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """Folder of a run whose collector has ended, to go on with; "" for a new run."""
     on_hang: OnHang = "report"
     """What follows when no rank moves any more: a report, or the end of the job, too; `auto`: if it cannot go on."""
+    ends_at_overflow: bool = False
+    """An overflow ends the job: `--on-overflow abort`."""
     fallback: str = ""
     """Another folder for the store, should the runs' folder take no more; "" for none."""
     viewer_private_key: str = ""

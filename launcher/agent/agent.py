@@ -375,6 +375,12 @@ class NodeAgentLoop:
                 else:
                     self._put(messages.EventMessage(look))
 
+    def _send_unjudged(self, now: float) -> None:
+        """Before anything is said of a hang: a rank that waits cannot tell of the bad value that it has computed."""
+        for watch in self._ranks.values():
+            for body in watch.unjudged(now) if not watch.ended else []:
+                self._put(body, needed=True)
+
     @property
     def _of_ranks(self) -> list[RankWatch]:
         """A process that is no rank may rest for as long as it likes: it waits for its children."""
@@ -421,9 +427,10 @@ class NodeAgentLoop:
             for watch in self._ranks.values():
                 watch.want(message, now)
         elif isinstance(message, messages.LookAtRanks):
-            self._stalls.inspect(self._of_ranks, message.number, now)
             if message.number != messages.SHOWN_LOOK:
+                self._send_unjudged(now)
                 self._put(self._telemetry.told(now))
+            self._stalls.inspect(self._of_ranks, message.number, now)
         elif isinstance(message, messages.WatchSlowRank):
             self._slow.ask(message)
         elif isinstance(message, messages.StopRanks):

@@ -121,6 +121,10 @@ class PageSelection:
         """Somebody asks for a batch: class and ordinal of its root, and its number."""
         self._wanted.setdefault(batch, _BatchRequest(now + PAGE_WAIT_S))
 
+    def want_at_once(self, batch: tuple[str, int, int], now: float) -> None:
+        """Send a batch as it is: its rank does not move."""
+        self._wanted[batch] = _BatchRequest(now)
+
     def want_of(self, anomaly: Anomaly, now: float) -> None:
         """The batch of an anomaly, and the traced ones before it that tell how it came."""
         root, batch = split_label(anomaly.where.root), anomaly.where.batch

@@ -21,7 +21,7 @@ from ...core.recorder.stalls import (
     with_device,
 )
 from .batch_history import LAST_STEPS
-from .rank_watch import RankWatch
+from .rank_watch import RESTS_S, RankWatch
 from .stacks import StackLook
 
 # How long a rank may stand still: as the user says, or learned from how long its steps take. Pure.
@@ -67,6 +67,8 @@ def learned_limit(steps_s: Collection[float]) -> HangLimit:
 # data there, and compiles models.
 
 LONGEST_REST_TIMES = 3.0
+TIMEOUT_SHARE = 0.8
+"""Of its process group's timeout: the rank is looked at before that ends the job, and its position is gone."""
 BEFORE_FIRST_BATCH_TIMES = 4.0
 TAKES_LONG_TIMES = 4.0
 """Where a rank compiles, or writes a checkpoint."""
@@ -84,6 +86,7 @@ class RankRest:
         self._batch = -1
         """The newest one when it last moved."""
         self._times_told = 0
+        self._timeout_told = False
 
     def seconds(self, now: float) -> float:
         """Since it last moved."""
@@ -96,6 +99,7 @@ class RankRest:
         if min(batch - 1, self._batch) >= 0:  # rests before are of another kind: imports, compilation
             self._longest = max(self._longest, now - self._since)
         self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
+        self._timeout_told = False
 
     def limit_s(self, batch: int, limit: HangLimit, *, takes_long: bool = False) -> float:
         """How long it may rest. `batch` is its newest one, -1 before the first."""
@@ -113,6 +117,13 @@ class RankRest:
             return False
         self._times_told += 1
         return True
+
+    def is_before_timeout(self, phase: str, timeout_s: float, now: float) -> bool:
+        """True once in a rest, shortly before a process group's timeout, unless the rest was told already."""
+        if self._timeout_told or self._times_told or timeout_s <= 0 or phase not in _SCRIPT:
+            return False
+        self._timeout_told = self.seconds(now) > TIMEOUT_SHARE * timeout_s
+        return self._timeout_told
 
 
 # Asks a rank for its flight recorder of NCCL, and reads it: see core/recorder/stalls.py.
@@ -209,6 +220,10 @@ class StallWatch:
             if rest.is_told(state.phase, state.batch, limit, now):
                 limit_s = rest.limit_s(state.batch, limit)
                 yield RankStall(watch.where(state), round(limit_s, 1))
+            elif rest.seconds(now) >= RESTS_S:
+                timeout_s = watch.timeout_s()
+                if rest.is_before_timeout(state.phase, timeout_s, now):
+                    yield RankStall(watch.where(state), round(TIMEOUT_SHARE * timeout_s, 1), timeout_s)
 
     def inspect(self, watches: Collection[RankWatch], number: int, now: float) -> None:
         """Look at all of these ranks; `seen` gives what comes of it."""

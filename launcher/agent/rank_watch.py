@@ -23,6 +23,7 @@ from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values
 from .stacks import fatal_stacks
+from .unjudged_pages import unjudged_pages
 
 T = TypeVar("T")
 
@@ -113,6 +114,23 @@ class RankWatch:
         if want.attempt == self.attempt:
             self._asked = True
             self._pages.want((want.root_cls, want.root_ordinal, want.batch), now)
+
+    def unjudged(self, now: float) -> list[AgentBody]:
+        """Its pages with an alarm that it has not raised, now that it rests."""
+        reader = self._reader
+        if reader is None or self._broken or self._anomaly_sent:
+            return []
+        try:
+            pages = unjudged_pages(self._path)
+            for page in pages:
+                root = reader.roots.get(page.root)
+                if root is not None:
+                    self._asked = True
+                    self._pages.want_at_once((root.cls, root.ordinal, page.batch), now)
+            return [*self._pages.due(reader, now)] if pages else []
+        except Exception as error:
+            self._failed("pages at rest", error)
+            return []
 
     def end(self, code: int | None, by: str, now: float, look: LastLook | None = None) -> list[AgentBody]:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
@@ -254,6 +272,17 @@ class RankWatch:
     def groups(self) -> list[events.GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
+
+    def timeout_s(self) -> float:
+        """Of the process group in which it has waited for longest; of its default group if no table shows it waiting.
+
+        0 where none is known.
+        """
+        inside = [group for group in self.groups() if group.phase in ("issuing", "waiting", "issued", "on_device")]
+        longest = max(inside, key=lambda group: group.since_s, default=None)
+        if longest is not None:
+            return longest.timeout_s
+        return self._read(lambda reader: max(0, reader[HeadField.GROUP_TIMEOUT_MS]) / 1000, 0.0)
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""

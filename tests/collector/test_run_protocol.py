@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from gpuwatch.collector.decide.overflow_at_rest import RestingOverflow
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
     GONE_S,
@@ -591,6 +592,61 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_ever(make):
     (text,) = told(cluster.tick(400.0 + ANSWER_S))
 
     assert "1 of the ranks did not report their positions" in text
+
+
+@pytest.mark.parametrize(
+    ("on_hang", "ends_at_overflow", "decided", "stop"),
+    [
+        ("auto", True, True, StopRanks("an overflow was found, and no rank moves any more")),
+        ("auto", True, False, None),
+        ("auto", False, True, None),
+        ("abort", False, True, StopRanks("no rank moves any more", restart=True)),
+    ],
+)
+def test_an_overflow_is_told_in_place_of_the_hang_and_ends_the_job(make, on_hang, ends_at_overflow, decided, stop):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang, cluster.run_protocol.ends_at_overflow = on_hang, ends_at_overflow
+    cluster.run_protocol.overflow_at_rest = lambda: RestingOverflow(0, "Rank 0 overflowed first.", decided)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    cluster.say("a1", look(1, ""), 401.2)
+    actions = cluster.tick(401.3)
+    (text,) = told(actions, Code.OVERFLOW)
+
+    assert text.startswith("Rank 0 overflowed first. No rank has moved since: rank 0 waits in all_reduce")
+    assert told(actions) == []
+    assert cluster.run_protocol.asking.last is None  # viewers are shown the overflow
+    stops = [a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+    assert stops == ([stop] * 2 if stop is not None else [])
+
+
+def soon_timed_out(rank, timeout_s):
+    return EventMessage(RankStall(RunPosition(rank, batch=4), 0.8 * timeout_s, timeout_s))
+
+
+def test_a_wait_that_its_groups_timeout_soon_ends_is_told_before_and_not_ended(make):
+    """Whatever the limits of the ranks are: their positions are gone afterwards."""
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = "abort"
+    cluster.say("a0", soon_timed_out(0, 20.0), 400.0)
+    cluster.say("a0", look(0, "all_reduce", still_s=16.0, limit_s=1200.0), 401.0)
+    cluster.say("a1", look(1, "", still_s=16.0, limit_s=1200.0), 401.0)
+    actions = cluster.tick(401.1)
+    (text,) = told(actions)
+
+    assert text.startswith("Rank 1 never reached all_reduce, in which rank 0 has waited for 16 s.")
+    assert text.endswith("(the timeout of its process group, 20 s, ends the job)")
+    assert not [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+
+
+@pytest.mark.parametrize(("function", "still_s"), [("", 16.0), ("all_reduce", 2.0)], ids=["nobody waits", "one moves"])
+def test_before_a_timeout_nothing_is_told_of_ranks_that_do_not_wait(make, function, still_s):
+    cluster = Cluster(make)
+    cluster.say("a0", soon_timed_out(0, 20.0), 400.0)
+    cluster.say("a0", look(0, function, still_s=16.0), 401.0)
+    cluster.say("a1", look(1, "", still_s=still_s), 401.0)
+
+    assert told(cluster.tick(401.1)) == []
 
 
 def test_while_one_of_them_still_moves_it_is_no_hang(make):

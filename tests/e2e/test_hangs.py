@@ -49,6 +49,55 @@ def test_it_is_named_with_what_it_does(bench, how, place, line):
     assert verdict["statement"] in run.stderr  # at once, while it stood still
 
 
+@pytest.mark.sample(2, of="an overflow, and then no rank moves")
+@pytest.mark.parametrize("options", [(), ("--on-hang", "abort"), ("--on-overflow", "continue", "--on-hang", "abort")])
+@pytest.mark.parametrize("how", ["sleeps", "waits"])
+def test_an_overflow_before_a_hang_is_told_while_the_job_stands(bench, how, options):
+    """The numbers of rank 1 have come from its device, and no hook of it runs that could tell."""
+    script = ("overflow_then_hang.py", *TOLD, *options)
+    run = bench.launch(*script, nproc=2, args=("--how", how), GPUWATCH_LATE_DEVICE="7")
+
+    overflow = "Rank 1 on {} overflowed first: +inf in the output of `first` (Linear), forward, batch 20."
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"]) == (4, "overflow", 1)
+    assert verdict["statement"] == overflow.format(verdict["host"])
+    live = run.stderr.partition("stopping the ranks")[0]
+    assert f"gpuwatch: {verdict['statement']} No rank has moved since: " in live
+    assert "never reached" not in live
+    assert "wait for each other" not in live
+
+
+def test_an_overflow_in_a_forward_that_hangs_is_told_while_the_job_stands(bench):
+    """The forward has not returned: the job is ended for the hang."""
+    run = bench.launch("overflow_then_hang.py", *ABORT, nproc=2, args=("--how", "inside"))
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (4, "overflow", 1)
+    assert f"gpuwatch: {run.verdict['statement']} No rank has moved since: " in run.stderr
+
+
+@pytest.mark.sample(1, of="a look before the group's timeout")
+@pytest.mark.parametrize(
+    ("how", "operation", "place"),
+    [
+        ("default", "all_reduce", "outside of a forward, after batch 3"),
+        ("new group", "all_reduce of group 1 (all ranks)", "outside of a forward, after batch 3"),
+        ("ddp", "verify_param_shape_across_processes", "before its first batch"),
+    ],
+)
+def test_the_ranks_are_looked_at_before_the_timeout_of_their_group(bench, how, operation, place):
+    """With default options: its own limit is 300 s, and 1200 s before the first batch."""
+    args = ("--how", how, "--timeout", "15")
+    run = bench.launch("group_timeout.py", "--preflight", "off", nproc=2, args=args)
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"]) == (5, "hang", 1)
+    assert verdict["statement"].startswith(f"Rank 1 never reached {operation}, in which rank 0 has waited for ")
+    assert f"It is {place}, at group_timeout.py:" in verdict["statement"]
+    assert "in elsewhere: time.sleep(0.1)" in verdict["statement"]
+    assert f"gpuwatch: {verdict['statement']}" in run.stderr
+    assert "(the timeout of its process group, 15 s, ends the job)" in run.stderr
+
+
 def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
     run = bench.launch("hang.py", *ABORT, nproc=3, args=("--how", "apart"))
 

@@ -46,3 +46,40 @@ def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, shows
         report = text[text.index("gpuwatch report: run ") : text.rindex("the end")]
         assert shows in report
         assert report.count("VERDICT  ") == 2
+
+
+def test_a_rank_that_only_lost_another_one_prints_one_line_on_a_terminal_and_the_report_has_its_traceback(bench):
+    """Rank 0 waits in all_reduce while rank 1 ends. What goes into a file or a pipe is as it was."""
+    script = bench.cwd / "loses.py"
+    script.write_text(LOSES_A_PEER)
+    words = ("launch", "--nproc-per-node", "2", "--preflight", "off", str(script))
+    terminal = Terminal(bench.cwd, bench.environment, 120, 120)
+    try:
+        terminal.run(shlex.join([sys.executable, "-m", "gpuwatch.cli.main", *words]) + "; echo the end")
+        screen = "\n".join(terminal.until(lambda screen: any(line.strip() == "the end" for line in screen)))
+    finally:
+        terminal.close()
+    report = bench.gpuwatch("report", "--rank", "0").stdout
+    piped = bench.gpuwatch(*words)
+
+    assert "[rank0]" not in screen
+    assert "gpuwatch: rank 0: connection " in screen
+    assert "by peer (its traceback: gpuwatch report --rank 0)" in screen
+    assert "[rank1]: ValueError: the data of rank 1 is broken" in screen
+    assert "Traceback of rank 0\nTraceback (most recent call last):" in report
+    assert "dist.all_reduce(torch.ones(1))" in report
+    assert "[rank0]: Traceback (most recent call last):" in piped.stderr
+
+
+LOSES_A_PEER = """
+import signal
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError("the data of rank 1 is broken")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's: the error of this rank comes first
+dist.all_reduce(torch.ones(1))
+"""

@@ -48,6 +48,8 @@ _IN_LAYOUT = (
     *("NOTHING", "GROUPS_AT", "GROUPS", "GROUP_BYTES"),
 )
 _OF_SEGMENT = ("PAGE", "BATCH", "FRAMES", "ROWS", "VALUES", "FRAME_BASE", "VALUE_BASE")
+_OF_SLOT = (GroupField.USED, GroupField.SIZE, GroupField.TIMEOUT_MS)
+"""Fields that are written once, in Python, when a group gets its slot."""
 _OF_FRAME = ("DEPTH", "PHASE", "COLLECTIVES", "SEQ", "ROWS")
 
 
@@ -80,7 +82,7 @@ def python_layout() -> dict[str, int]:
         "COUNT_EVERY": COUNT_EVERY,
     }
     numbers |= {f"GROUP_{phase.name}": phase for phase in GroupPhase if phase != GroupPhase.NONE}
-    numbers |= {f"G_{field.name}": field for field in GroupField if field not in (GroupField.USED, GroupField.SIZE)}
+    numbers |= {f"G_{field.name}": field for field in GroupField if field not in _OF_SLOT}
     numbers |= {f"CALL_{call.name}": call for call in GroupCall}
     for encoding in (ValueEncoding.FLOAT32, ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16, ValueEncoding.FLOAT64):
         numbers[f"ENCODING_{encoding.name}"] = encoding

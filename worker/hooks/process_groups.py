@@ -81,6 +81,8 @@ class CollectivePatches:
         bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
         self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
+        got_backend = self._groups.got_backend
+        self._note_after(module.ProcessGroup, "_register_backend", lambda group, _: got_backend(group))
         self._hooks.attach(module, self._patches)
         meshes = sys.modules.get("torch.distributed.device_mesh")
         if self._on_mesh is not None and meshes is not None:

@@ -22,6 +22,7 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
 from .group_messages import MOST_PENDING, NO_MESSAGE, GroupMessages, GroupSlot, PeerCounts
+from .group_timeouts import timeout_ms
 from .tensor_stats import CODES
 
 _modules = sys.modules
@@ -175,6 +176,12 @@ class GroupTable:
             slot = self.slot_of(group)
             if slot is not None:
                 self._count_unseen(slot, group)
+
+    def got_backend(self, group: Any) -> None:
+        """A new group has a backend: note the default group's timeout, as the rank may wait in it from now on."""
+        module = _modules.get("torch.distributed.distributed_c10d")
+        if module is not None and self.shows and module._world.default_pg is None:
+            self._header[HeadField.GROUP_TIMEOUT_MS] = timeout_ms(group)
 
     def slot_of(self, group: Any) -> GroupSlot | None:
         """A group's slot. A new group gets a free one, if there is one."""
@@ -393,6 +400,7 @@ class GroupTable:
         slot.members = table.members_text(sorted(ranks))
         self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, slot.members)
         self._fields[slot.field + GroupField.SIZE] = group.size()
+        self._fields[slot.field + GroupField.TIMEOUT_MS] = timeout_ms(group)
         if "nccl" in str(module._world.pg_map.get(group, ("",))[0]):  # a host does not wait for its device
             self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
             self._fields[slot.field + GroupField.AFTER] = GroupPhase.ON_DEVICE if self.sees_all else GroupPhase.NONE

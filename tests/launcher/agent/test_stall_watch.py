@@ -59,6 +59,29 @@ def make_rank(tmp_path, monkeypatch):
         rank.close()
 
 
+@pytest.mark.parametrize("batches", [0, 2], ids=["before the first batch", "later"])
+def test_a_rank_is_looked_at_before_its_groups_timeout(make_rank, batches):
+    """Once: with its own limits it would be after 300 s, and before the first batch after 1200 s."""
+    rank = make_rank(None)
+    for number in range(batches):
+        rank.step(number, 2)
+    rank.writer.fields[HeadField.GROUP_TIMEOUT_MS] = 200_000
+    rank.passes(270)
+
+    ((_, limit_s),) = rank.told
+    assert limit_s == 160.0
+
+
+def test_a_timeout_that_is_longer_than_the_limit_changes_nothing(make_rank):
+    rank = make_rank(100.0)
+    for number in range(2):
+        rank.step(number, 2)
+    rank.writer.fields[HeadField.GROUP_TIMEOUT_MS] = 150_000
+    rank.passes(180)
+
+    assert [limit_s for _, limit_s in rank.told] == [100.0]
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "steps", "limit_s"),
     [
