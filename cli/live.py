@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
@@ -48,7 +48,7 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     events.
 
     Without RUN: the latest one; in a terminal, top waits until it runs. top only reads: the job does not notice it and
-    never waits for it. Press q to quit.
+    never waits for it. Keys: o orders the ranks, s shows their stacks, q quits.
 
     gpuwatch top --once
     """
@@ -162,7 +162,24 @@ def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)
-    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, command_for(path)).run() or 0
+    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, command_for(path), lambda: _asked(path)).run() or 0
+
+
+def _asked(path: Path) -> Callable[[], list[str] | None]:
+    """Asks a job's ranks for their stacks; see TopApp."""
+    from ..collector.views.publisher import stacks_viewer
+    from ..collector.views.snapshot import view_text
+
+    link, until = stacks_viewer(path), time.monotonic() + _PATIENCE_S + ANSWER_S
+
+    def answer() -> list[str] | None:
+        view = link.newest(0)
+        if view is None and time.monotonic() < until:
+            return None
+        link.close()
+        return list(view_text(view)) if view is not None else [_SILENT.format(path.name, _PATIENCE_S + ANSWER_S)]
+
+    return answer
 
 
 # `gpuwatch runs`

@@ -45,13 +45,20 @@ _BESIDE |= {"runs": "live", "top": "live", "stacks": "live", "diff": "export", "
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""
-_OF_CLICK = {
-    click.NoSuchOption: Code.NO_SUCH_OPTION,
-    click.MissingParameter: Code.ARGUMENT_MISSING,
-    click.BadOptionUsage: Code.ARGUMENT_MISSING,
-    click.BadParameter: Code.WRONG_VALUE,
+_OTHERS = {
+    "launch": ("start", "train", "exec", "torchrun", "python"),
+    "report": ("show", "view", "open", "result", "results", "summary"),
+    "runs": ("list", "ls", "history"),
+    "top": ("status", "ps", "monitor", "watch", "attach"),
+    "stacks": ("stack", "py-spy", "dump", "bt"),
+    "check": ("doctor", "preflight", "test", "health", "diagnose"),
+    "explain-log": ("log", "logs"),
+    "submit": ("sbatch", "srun"),
+    "diff": ("compare",),
+    "--help": ("help", "man", "usage"),
+    "--version": ("version",),
 }
-"""The code of a click error that is none of ours: the first that it is an instance of."""
+"""Ours -> what other programs call it."""
 
 
 class _LazyGroup(click.Group):
@@ -73,7 +80,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS:
-            text = f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0])}"
+            text = f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0], args[1:])}"
             raise UsageError(Code.NO_SUCH_COMMAND, text)
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None:
@@ -85,7 +92,13 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-def _meant(word: str) -> str:
+def _meant(word: str, rest: list[str]) -> str:
+    if word == "help" and rest and rest[0] in COMMANDS:
+        return f"did you mean gpuwatch {rest[0]} --help?"
+    if word == "gpuwatch" and rest:
+        return f"leave it out: gpuwatch {rest[0]}"
+    if other := next((ours for ours, others in _OTHERS.items() if word.lower() in others), ""):
+        return f"did you mean gpuwatch {other}?"
     if close := closest(word, COMMANDS):
         return f"did you mean gpuwatch {close}?"
     if option := with_hyphens(word):
@@ -159,13 +172,20 @@ def _code_of(word: str) -> Code:
     name = re.sub(r"^\[?(?:GW)?(\d+)\]?$", r"GW\1", word.strip().upper().replace("-", "_"))
     if name in by_name:
         return by_name[name]
-    number = re.fullmatch(r"GW(\d{1,9})", name)
+    number = re.fullmatch(r"GW(\d{1,3})", name)
     if number is not None:
         near = sorted(Code, key=lambda code: abs(int(code[2:]) - int(number[1])))[:_MOST_NEAR]
     else:
-        near = [by_name[close] for close in get_close_matches(name, by_name, n=_MOST_NEAR)]
+        near = [by_name[close] for close in get_close_matches(name, by_name, n=_MOST_NEAR)] or _about(word)
     hint = f"near it: {', '.join(f'{code} ({code.kind})' for code in near)}; " if near else ""
     raise UsageError(Code.NO_SUCH_CODE, f"expected a code such as GW205, found {word!r}; {hint}all: gpuwatch explain")
+
+
+def _about(word: str) -> list[Code]:
+    """Codes whose title has the word."""
+    wanted = re.compile(rf"\b{re.escape(word.strip())}", re.IGNORECASE)
+    texts = code_texts()
+    return [code for code in Code if word.strip() and wanted.search(texts[code].title)][:_MOST_NEAR]
 
 
 # The process.
@@ -186,15 +206,9 @@ def main() -> NoReturn:
         say(str(error))
         code = int(error.exit_code)
     except click.ClickException as error:
-        text = error.format_message()
-        code_of = next((code for kind, code in _OF_CLICK.items() if isinstance(error, kind)), Code.ARGUMENT_TOO_MANY)
-        if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
-            option = error.option_name
-            close = closest(option, ("--version", "--help"))
-            text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
-            if close:
-                text = f"expected a command or an option of gpuwatch, found {option}; did you mean gpuwatch {close}?"
-        say(coded(text, code_of))
+        from .click_errors import sentence_of
+
+        say(coded(*sentence_of(error)))
         code = 2
     except click.exceptions.Abort:
         code = 130

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
@@ -124,7 +125,12 @@ def facts_of(run: Path) -> Iterator[RunFacts]:
 @click.option("--batch", type=click.IntRange(0), help="Show the frames of this batch, if they were received.")
 @click.option("--module", metavar="PATTERN", help="Show only the frames of modules whose name matches, such as `*.wo`.")
 @format_option("text", "json", "html", text="What to print. html is one self-contained file.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write it to this file; without --format as its name says: .html, .json, else text.",
+)
 @click.option(
     "--all",
     "all_",
@@ -164,6 +170,7 @@ def report(
             Code.ARGUMENT_TOO_MANY,
             f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge",
         )
+    form = _form_of(output, form)
     found = [find_run_or_last(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
     rank = one_rank(choice, path)
@@ -219,6 +226,25 @@ def report(
     if open_ and not webbrowser.open(page):
         click.echo(f"gpuwatch: no browser could be started here; the page is {output}", err=True)
     return 0
+
+
+_FORMS = {".html": "html", ".htm": "html", ".json": "json"}
+_NOT_WRITTEN = (".pdf", ".docx", ".png", ".svg")
+
+
+def _form_of(output: Path | None, form: str) -> str:
+    """What `--format` says, or where it says nothing the name of the file. Raises UsageError."""
+    context = click.get_current_context()
+    if output is None or context.get_parameter_source("form") is not ParameterSource.DEFAULT:
+        return form
+    suffix = output.suffix.lower()
+    if suffix in _NOT_WRITTEN:
+        raise UsageError(
+            Code.WRONG_VALUE,
+            f"--output: expected a file of text, .json or .html, found {str(output)!r}; to print the page from a "
+            f"browser: --output {output.with_suffix('.html')}",
+        )
+    return _FORMS.get(suffix, form)
 
 
 def is_open(path: Path) -> bool:

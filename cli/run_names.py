@@ -27,6 +27,8 @@ _TAKE_A_RUN = ("top", "stacks", "export", "replay")
 
 
 def _expect_folder(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if not value:
+        raise UsageError(Code.WRONG_VALUE, "--runs-dir: expected a folder with the folders of runs, found ''")
     if Path(value).is_file():
         raise UsageError(
             Code.WRONG_VALUE, f"--runs-dir: expected a folder with the folders of runs, found the file {value!r}"

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from .frames import FramePhase, format_number
+from .marked_line import shown_line
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
 from .text import joined
 
@@ -412,15 +413,16 @@ class BadOperation(msgspec.Struct, frozen=True):
     operation goes on in the next one. None: not known. Python 3.10 has none, nor have autograd's notes of a forward."""
 
 
-def operation_text(found: BadOperation) -> str:
-    """One line: the code, its place, the operation, and the numbers.
+def operation_text(found: BadOperation, width: int = 0) -> str:
+    """One line: the code, in `width` characters if that is given, its place, the operation, and the numbers.
 
     `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, inf out (float32 [8]); everything
     """
     sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
     sizes = list(filter(None, sizes))
     given = f"abs max {joined(sizes)} in, " if sizes else ""
-    code = f"`{found.code}`, " if found.code else ""
+    line = shown_line(found.code, found.columns, width) if width else found.code
+    code = f"`{line}`, " if line else ""
     place = f"{code}{PurePath(found.file).name}:{found.line}, " if found.file else ""
     place += f"in its backward ({found.node}), " if found.node else ""
     made = found.output

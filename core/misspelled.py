@@ -11,8 +11,37 @@ from .errors import Code, UsageError
 _ALIKE = 0.6
 _HARDLY_OTHERWISE = 0.75
 _SAME_LETTERS = 0.85
+_WORD = 4
+"""Letters of a word that is worth looking for in longer names."""
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 """What a web page or a word processor makes of the hyphens of an option."""
+
+
+_OTHERS = {
+    "--json": ("--format json", "--format jsonl"),
+    "--csv": ("--format csv",),
+    "--html": ("--format html",),
+    "--text": ("--format text",),
+    "--save": ("--output",),
+    "--out": ("--output", "--runs-dir"),
+    "--output-dir": ("--output", "--runs-dir"),
+    "--name": ("--run-name",),
+    "--dry-run": ("--show-settings",),
+    "--batches": ("--trace-batches", "--batch"),
+    "--nodes": ("--nnodes",),
+    "--num-nodes": ("--nnodes",),
+    "--num-machines": ("--nnodes",),
+    "-N": ("--nnodes",),
+    "--machine-rank": ("--node-rank",),
+    "--main-process-ip": ("--master-addr",),
+    "--main-process-port": ("--master-port",),
+    **dict.fromkeys(("-v", "-V", "--ver"), ("--version",)),
+    **dict.fromkeys(
+        ("-n", "-np", "--np", "--gpus", "--ngpus", "--num-gpus", "--num-processes", "--world-size"),
+        ("--nproc-per-node",),
+    ),
+}
+"""What options of other programs are called here: the first that a command has."""
 
 
 def closest(word: str, known: Iterable[str], *, alike: float = _ALIKE) -> str:
@@ -25,7 +54,24 @@ def mistyped(word: str, known: Iterable[str]) -> str:
     known = list(known)
     by_letters = {"".join(sorted(each)): each for each in known}
     letters = closest("".join(sorted(word)), by_letters, alike=_SAME_LETTERS)
-    return closest(word, known, alike=_HARDLY_OTHERWISE) or by_letters.get(letters, "")
+    begin_alike = [each for each in known if each[:1] == word[:1]]  # BATCH is not WATCH
+    return closest(word, begin_alike, alike=_HARDLY_OTHERWISE) or by_letters.get(letters, "")
+
+
+def meant_option(word: str, known: Collection[str]) -> str:
+    """The option that a word was meant as; "" if there is none.
+
+    `known` are options with their dashes, and where one takes certain words, such as `--format json`, these, too.
+    """
+    option = word if word[:2] != "--" else word.partition("=")[0].replace("_", "-")
+    if other := next((each for each in _OTHERS.get(option, ()) if each in known), ""):
+        return other
+    names = {each[2:]: each for each in known if each.startswith("--") and " " not in each}
+    name = option.lstrip("-")
+    close = mistyped(name, names)
+    if not close and len(name) >= _WORD:  # --timeout for --hang-timeout
+        close = closest(name, [each for each in names if name in each.split("-")], alike=0.0)
+    return names.get(close, "")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, alike: float = _ALIKE) -> str:

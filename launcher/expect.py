@@ -68,11 +68,17 @@ def expect_script(args: argparse.Namespace) -> None:
 def _meant(args: argparse.Namespace, script: Path) -> str:
     if args.training_script in ("python", "python3") and args.training_script_args:
         return f"; leave it out: gpuwatch launch [options] {args.training_script_args[0]}"
+    if args.training_script in _LAUNCHERS:
+        if args.training_script == "torchrun":
+            return "; gpuwatch launch takes its place: leave torchrun out"
+        return f"; to watch the ranks that it starts: gpuwatch run -- {args.training_script} ..."
     with suppress(OSError):
-        return did_you_mean(args.training_script, map(str, script.parent.iterdir()), alike=_ALIKE)
+        beside = map(str, script.parent.iterdir())
+        return did_you_mean(str(script.parent / script.name), beside, alike=_ALIKE)
     return ""
 
 
+_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "ray", "bash", "sh"}
 _SHELLS = {f".{shell}": shell for shell in ("sh", "bash", "zsh", "ksh", "fish", "csh")}
 
 
@@ -109,6 +115,9 @@ def expect_program(args: argparse.Namespace) -> None:
         _expect_module(args.training_script)
 
 
+_MOST_PORT = 65535
+_OWN = ("launch", "check", "submit", "report", "top")
+"""Commands of gpuwatch that somebody types after `run`."""
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 """As a shell exits."""
@@ -123,7 +132,12 @@ def why_not_started(program: str, python: str) -> tuple[str, int] | None:
         return None
     path = Path(program)
     hint = f"; to run it: {python} {quote(program)}" if path.suffix == ".py" and path.is_file() else ""
+    words = program.split()
+    if len(words) > 1 and shutil.which(words[0]) is not None:
+        return f"command not found; its name and its arguments are one word here, without quotes: {program}", _NOT_FOUND
     if os.sep not in program:
+        if program in _OWN:
+            return f"command not found; did you mean gpuwatch {program}, without run?", _NOT_FOUND
         if path.is_file() and not hint:
             hint = f"; did you mean ./{program}?"
         return f"command not found{hint or did_you_mean(program, _programs(), alike=_ALIKE)}", _NOT_FOUND
@@ -206,6 +220,16 @@ def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
         raise UsageError(
             Code.WRONG_VALUE,
             f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}",
+        )
+    if args.standalone and plan.min_nodes > 1:
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            f"--standalone: expected --nnodes 1, as no other node can join such a job, found --nnodes {args.nnodes}; "
+            "leave --standalone out, and pass --rdzv-endpoint HOST:PORT",
+        )
+    if args.master_port is not None and not 0 <= args.master_port <= _MOST_PORT:
+        raise UsageError(
+            Code.WRONG_VALUE, f"--master-port: expected a port from 0 to {_MOST_PORT}, found {args.master_port}"
         )
     if args.rdzv_backend.startswith("etcd") and importlib.util.find_spec("etcd") is None:
         what = "expected the package python-etcd, which torchrun needs for it, found it not installed"

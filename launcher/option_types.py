@@ -168,6 +168,10 @@ amount = _form(
 """Kept as it was written."""
 
 
+runs_folder = _form("a folder for runs", lambda text: bool(text) and not Path(text).is_file(), str)
+"""It need not be there yet."""
+
+
 def thresholds(text: str) -> str:
     """The absolute path of a file of health thresholds, which every node reads for itself."""
     try:

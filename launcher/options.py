@@ -15,11 +15,12 @@ import msgspec
 
 from ..core.errors import Code, UsageError
 from ..core.host import host_name
-from ..core.misspelled import closest, expect_hyphens, with_hyphens
+from ..core.misspelled import expect_hyphens, meant_option, with_hyphens
 from ..core.secrets import masked_command, masked_text
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings, wrong_together
 from . import option_types as parsers
 from .option_types import torchrun_parser
+from .refused_value import value_sentence
 from .saved_settings import SHOW, parse_with_saved
 from .short_help import WholeHelp, short_help
 
@@ -59,6 +60,7 @@ _AGENT: OptionTable = {
 }
 _COLLECTOR: OptionTable = {
     "--runs-dir": {
+        "type": parsers.runs_folder,
         "default": "gpuwatch-runs",
         "metavar": "DIR",
         "help": "folder for the runs' folders, on the head node (%(default)s)",
@@ -253,11 +255,16 @@ class SentenceParser(argparse.ArgumentParser):
         return next((word for word in words if not is_known(word) and not self._get_option_tuples(word)), "")
 
     def _meant(self, option: str) -> str:
-        close = closest(option, [*self._option_string_actions, _VERSION])
+        if option == "-c":
+            return "; to run code, write it to a file and launch that"
+        known = {*self._option_string_actions, _VERSION}
+        for name, action in self._option_string_actions.items():
+            known |= {f"{name} {choice}" for choice in action.choices or ()}
+        close = meant_option(option, known)
         if close in self._option_string_actions:  # as it is spelled with hyphens
             spellings = self._option_string_actions[close].option_strings
             close = next((spelled for spelled in spellings if spelled.startswith("--")), close)
-        elif close:
+        elif close == _VERSION:
             close = f"gpuwatch {_VERSION}"
         return f"; did you mean {close}?" if close else ""
 
@@ -274,7 +281,9 @@ class SentenceParser(argparse.ArgumentParser):
         elif what == "the following arguments are required" and words.startswith("training_script"):
             code, message = Code.NO_SCRIPT, "expected a training script, found none"
         elif words.startswith("expected ") and words.endswith(" argument"):
-            code = Code.ARGUMENT_MISSING
+            code, message = Code.ARGUMENT_MISSING, value_sentence(message, self._option_string_actions)
+        else:
+            message = value_sentence(message, self._option_string_actions)
         raise UsageError(code, f"{message} (all options: {self.prog} {_HELP_ALL})")
 
 

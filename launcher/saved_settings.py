@@ -64,8 +64,20 @@ def parse_with_saved(
         f"from {source}: " + " ".join(f"--{name} {one.text}" for name, one in used.items() if one.source == source)
         for source in sources
     ]
-    args.notes += [coded(f"{name} is set, and gpuwatch reads no such variable", Code.SETTINGS_FILE) for name in unknown]
+    torchruns = [action.dest.upper() for action in parser._actions]
+    args.notes += [
+        coded(f"{name} is set, and gpuwatch reads no such variable{_near(name, known, torchruns)}", Code.SETTINGS_FILE)
+        for name in unknown
+    ]
     return args
+
+
+def _near(variable: str, known: Collection[str], torchruns: Collection[str]) -> str:
+    """`; near it: GPUWATCH_TRACE_BATCHES`, for GPUWATCH_BATCH: what has its word."""
+    word = variable.removeprefix(_PREFIX)
+    own = [name for option in known if word in (name := _variable(option)).removeprefix(_PREFIX)]
+    near = sorted(own) or sorted(f"PET_{name}, torchrun's" for name in torchruns if word in name and name not in own)
+    return f"; near it: {', '.join(near[:_MOST_NEAR])}" if near and len(word) >= _LEAST_LETTERS else ""
 
 
 def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ: Mapping[str, str]) -> set[str]:
@@ -125,6 +137,7 @@ def _saved_options(
 
 
 _PREFIX = "GPUWATCH_"
+_MOST_NEAR, _LEAST_LETTERS = 3, 4
 _NO_OPTIONS = {"WORKER", "RUN", "JOIN", "DEVICE", "LATE_DEVICE", "SECRET", "NOTIFY"}
 """What else gpuwatch reads of the environment, or gives to its own processes."""
 

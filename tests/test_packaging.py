@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -156,6 +157,30 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     assert run("-c", rendered, **elsewhere) == (installed / "gpuwatch" / "slurm" / "gpuwatch.sbatch").read_text()
     script = installed / "bin" / "gpuwatch"
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_wheel_runs_in_a_new_environment_without_a_compiler(wheel, tmp_path):
+    """.ci/smoke.py does the same with each Python, and takes all packages from the index."""
+    beside = sysconfig.get_path("purelib")
+    said = run(str(ROOT / ".ci/smoke.py"), "--wheel", str(wheel), "--packages", beside, cwd=tmp_path)
+    assert f"{wheel.name}: ok" in said
+
+
+@pytest.mark.slow
+def test_the_smoke_test_fails_with_a_wheel_that_lacks_a_module(wheel, tmp_path):
+    broken = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(broken, "w") as less:
+        for name in whole.namelist():
+            if name != "gpuwatch/launcher/life.py":
+                less.writestr(name, whole.read(name))
+    command = [sys.executable, str(ROOT / ".ci/smoke.py"), "--wheel", str(broken)]
+    done = subprocess.run(
+        [*command, "--packages", sysconfig.get_path("purelib")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "gpuwatch launch --nproc-per-node 2 train.py: ended with " in done.stdout
 
 
 @pytest.mark.slow

@@ -7,57 +7,15 @@ The verdict's evidence has the whole line. The text is cut when it is printed, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...core.events import BadOperation
+from ...core.marked_line import DOTS, MarkedLine, cut_line
 from .model import Verdict
 
-_DOTS = "..."
 _AROUND = len("  - ``,")
 """What an item of a list has beside the line."""
 _LEAST_WIDTH = 20
 _MOST_LINES = 3
 """Lines of a terminal that a long operation takes."""
-
-
-class MarkedLine(NamedTuple):
-    """A line of code, or what is left of it. `first` and `end` are the columns of the operation in `text`."""
-
-    text: str
-    first: int
-    end: int
-
-    @property
-    def parts(self) -> tuple[str, str, str]:
-        """What stands before the operation, the operation, and what stands behind it."""
-        return self.text[: self.first], self.text[self.first : self.end], self.text[self.end :]
-
-
-def cut_line(code: str, columns: tuple[int, int], width: int) -> MarkedLine:
-    """At most `width` characters of a line, with the operation in `columns`; dots stand for what was left out.
-
-    Of an operation that is longer than `width`, the beginning is shown. If there is room for the operation and none for
-    the dots, these stand outside of `width`.
-
-    >>> cut_line("h = s.n(x); a = s.q(h) @ s.k(h); return a", (16, 31), 25)
-    MarkedLine(text='...= s.q(h) @ s.k(h); ...', first=5, end=20)
-    >>> cut_line("h = s.n(x); a = s.q(h) @ s.k(h); return a", (16, 31), 10)
-    MarkedLine(text='...s.q(h) @ s...', first=3, end=13)
-    """
-    first = min(max(0, columns[0]), len(code))
-    end = min(max(first, columns[1]), len(code))
-    room = max(1, width - 2 * len(_DOTS), min(end - first, width))
-    if len(code) <= max(width, room + 2 * len(_DOTS)):
-        return MarkedLine(code, first, end)
-    left = max(0, first - max(0, room - (end - first)) // 2)
-    right = left + room
-    if left <= len(_DOTS):  # dots are no shorter than what they stand for
-        left, right = 0, room + len(_DOTS)
-    elif right >= len(code) - len(_DOTS):
-        left, right = len(code) - room - len(_DOTS), len(code)
-    before, behind = _DOTS if left > 0 else "", _DOTS if right < len(code) else ""
-    moved = len(before) - left
-    return MarkedLine(f"{before}{code[left:right]}{behind}", first + moved, min(end, right) + moved)
 
 
 def evidence_lines(verdict: Verdict, width: int) -> list[str]:
@@ -68,7 +26,7 @@ def evidence_lines(verdict: Verdict, width: int) -> list[str]:
     operation, room = verdict.operation, max(_LEAST_WIDTH, width - _AROUND)
     if operation is None or operation.columns is None:
         return verdict.evidence
-    needed = operation.columns[1] - operation.columns[0] + 2 * len(_DOTS)
+    needed = operation.columns[1] - operation.columns[0] + 2 * len(DOTS)
     line = cut_line(operation.code, operation.columns, max(room, min(needed, _MOST_LINES * room)))
     lines = []
     for reason in verdict.evidence:

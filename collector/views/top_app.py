@@ -17,7 +17,7 @@ from textual.widgets import Footer, Input, Static
 
 from ...core.errors import GpuwatchError
 from ...core.wire.view import JobView
-from .top_model import ORDERS, ScreenLine, TopModel
+from .top_model import ORDERS, ScreenLine, TopModel, folded
 
 EVERY_S = 0.5
 _STYLES = {
@@ -56,7 +56,7 @@ class TopApp(App[int]):
     """`newest` returns the last picture, or None without a new one; `is_over` says whether no more will follow."""
 
     CSS = """
-    #head { height: auto; max-height: 8; }
+    #head { height: auto; max-height: 14; }
     #title { height: 1; }
     #ranks { height: 1fr; min-height: 4; overflow-x: hidden; scrollbar-size-vertical: 1; }
     #hot, #events { height: auto; max-height: 5; border-top: solid $panel; }
@@ -67,15 +67,26 @@ class TopApp(App[int]):
         Binding("ctrl+c", "quit", show=False, priority=True),  # textual only shows how to quit
         Binding("o", "order", "Order"),
         Binding("n", "nodes", "Nodes or ranks"),
+        Binding("s", "stacks", "Stacks"),
         Binding("slash", "filter", "Filter"),
-        Binding("escape", "all", "All", show=False),
+        Binding("escape", "all", "All", show=False),  # ranks, and the table in place of the stacks
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, newest: Callable[[], JobView | None], is_over: Callable[[], bool], report: str) -> None:
+    def __init__(
+        self,
+        newest: Callable[[], JobView | None],
+        is_over: Callable[[], bool],
+        report: str,
+        ask_stacks: Callable[[], Callable[[], list[str] | None]] = lambda: lambda: [],
+    ) -> None:
+        """`ask_stacks` asks the ranks for their stacks; what it returns has the text, or None until that has come."""
         super().__init__()
         self.model = TopModel()
         self._newest, self._is_over, self._report = newest, is_over, report
+        self._ask_stacks = ask_stacks
+        self._answer: Callable[[], list[str] | None] | None = None
+        self._stacks: list[str] | None = None
 
     def compose(self) -> ComposeResult:
         """Five parts, one below the other."""
@@ -98,6 +109,8 @@ class TopApp(App[int]):
         try:
             view = self._newest()
             over = view is None and self._is_over()
+            if self._answer is not None and (stacks := self._answer()) is not None:
+                self._stacks, self._answer = stacks, None
         except GpuwatchError as error:
             self.notify(str(error), severity="error")
             return
@@ -120,6 +133,15 @@ class TopApp(App[int]):
         self.model.shows_nodes = not self.model.shows_nodes
         self.draw()
 
+    def action_stacks(self) -> None:
+        """Ask the ranks for their stacks, and show these in place of the ranks; or back."""
+        if self._stacks is None:
+            self._stacks, self._answer = ["the ranks are asked for their stacks"], self._ask_stacks()
+        else:
+            self._stacks = self._answer = None
+        self.query_one(RankTable).scroll_home(animate=False)
+        self.draw()
+
     def action_filter(self) -> None:
         """Type what is to be shown."""
         field = self.query_one("#filter", Input)
@@ -130,6 +152,7 @@ class TopApp(App[int]):
         """Show all again."""
         field = self.query_one("#filter", Input)
         field.value = self.model.wanted = ""
+        self._stacks = self._answer = None
         self.on_input_submitted()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -150,6 +173,9 @@ class TopApp(App[int]):
         screen = self.model.screen(self.size.width)
         head = [*screen.head, *([ScreenLine(f"the job is over: {self._report}", "warn")] if over else [])]
         table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)
+        if self._stacks is not None:
+            table = [ScreenLine(part) for line in self._stacks for part in folded(line, self.size.width - 1)]
+            title = [ScreenLine("stacks; s: the ranks again", "dim")]
         self.query_one(RankTable).show(table)
         for name, lines in (
             ("head", head),

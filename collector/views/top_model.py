@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Literal, NamedTuple, get_args
 
 from ...core.errors import RANK_OVERFLOW
@@ -44,7 +45,7 @@ class TopScreen(NamedTuple):
     events: list[ScreenLine]
 
 
-Order = Literal["trouble", "number", "slowest"]
+Order = Literal["trouble", "number", "slowest", "longest at rest", "least used GPU"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 _MOST_TIMES = 40
 """Step times that are drawn."""
@@ -56,7 +57,7 @@ class TopModel:
     """Give it each picture, then ask for the screen."""
 
     order: Order = "trouble"
-    """Ranks with a remark first, in the order of their numbers, or the slowest first."""
+    """Ranks with a remark first, in the order of their numbers, or those first that do least."""
     wanted: str = ""
     """Only ranks and nodes whose number, host, phase or module has this text."""
     shows_nodes: bool = False
@@ -104,11 +105,15 @@ class TopModel:
             ranks = sorted(ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
         elif self.order == "slowest":
             ranks = sorted(ranks, key=lambda rank: (rank.ended, rates.get(rank.rank, 0.0), -rank.still_s, rank.rank))
+        elif self.order == "longest at rest":
+            ranks = sorted(ranks, key=lambda rank: (rank.ended, -rank.still_s, rank.rank))
+        elif self.order == "least used GPU":
+            ranks = sorted(ranks, key=lambda rank: (rank.ended, rank.gpu_use < 0, rank.gpu_use, rank.rank))
         lines = [_rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns) for rank in ranks]
         lines += [_rank_line(process, None, False, columns) for process in view.processes]
         if view.more_processes:
             lines.append(ScreenLine(f"{view.more_processes} more processes without a rank", "dim"))
-        title = ScreenLine("".join(map(_cell, columns, columns)) + " in", "dim")
+        title = ScreenLine("".join(_cell(size, name) for name, size in columns.items()) + " in", "dim")
         events = [ScreenLine(event.text, "bad" if event.loud else "") for event in reversed(view.events)]
         head = _head(view, rates, behind, list(self._times))
         if self.wanted:
@@ -116,8 +121,10 @@ class TopModel:
                 ScreenLine(f"only what has {self.wanted!r}: {len(ranks)} of {counted(len(view.ranks), 'rank')}")
             )
         nodes = _node_lines([node for node in view.nodes if self._is_wanted(node.host)])
-        head, (title,), lines, nodes, hot, events = (
-            [_cut(line, width) for line in part] for part in (head, [title], lines, nodes, _hot(view), events)
+        hot = _hot(view) if not behind else []  # where no rank gets on, no value comes closer to its limit
+        head = [part for line in head for part in _folded(line, width)]
+        (title,), lines, nodes, hot, events = (
+            [_cut(line, width) for line in part] for part in ([title], lines, nodes, hot, events)
         )
         return TopScreen(head, title, lines, nodes, hot, events)
 
@@ -247,31 +254,41 @@ _WIDTHS = {
     **{"gpu%": 4, "mem%": 4, "still": 6, "warned": 6},
 }
 """Columns of a rank's line; below 0 a text begins at the left."""
+_OF_GPUS = {"gpu%", "mem%"}
 _FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s")
 """Columns that a narrow terminal drops, in this order, to leave room for the module and the remark about the rank."""
 _ROOM = 24
 
 
-def _columns(width: int, *, has_gpus: bool) -> list[str]:
-    left = [name for name in _WIDTHS if has_gpus or name not in ("gpu%", "mem%")]
+_WIDE = 120
+"""Columns of a terminal that has room for bars of the GPUs."""
+_BAR = len("██████░░  75 %")
+
+
+def _columns(width: int, *, has_gpus: bool) -> dict[str, int]:
+    """Name -> width, of the columns that have room."""
+    left = {name: size for name, size in _WIDTHS.items() if has_gpus or name not in _OF_GPUS}
+    if width >= _WIDE:
+        left |= dict.fromkeys(_OF_GPUS & left.keys(), -_BAR)
     for name in _FIRST_TO_GO:
-        if sum(abs(_WIDTHS[each]) + 1 for each in left) + 1 + _ROOM <= width:
+        if sum(abs(size) + 1 for size in left.values()) + 1 + _ROOM <= width:
             break
-        left = [each for each in left if each != name]
+        left.pop(name, None)
     return left
 
 
-def _cell(column: str, text: str) -> str:
-    size = abs(_WIDTHS[column])
-    return f"{text[:size]:<{size}} " if _WIDTHS[column] < 0 else f"{text:>{size}} "
+def _cell(width: int, text: str) -> str:
+    size = abs(width)
+    return f"{text[:size]:<{size}} " if width < 0 else f"{text:>{size}} "
 
 
-def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> ScreenLine:
+def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: dict[str, int]) -> ScreenLine:
     phase = _ending(rank) if rank.ended else rank.phase
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
     note += "" if is_rank(rank.rank) else f"pid {pid_of_number(rank.rank)} "
+    share = bar if columns.get("gpu%") == -_BAR else _percent
     cells = {
         "rank": str(rank.rank) if is_rank(rank.rank) else "-",
         "host": rank.host,
@@ -279,12 +296,12 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
         "step": _count(rank.step),
         "batch": _count(rank.batch),
         "/s": f"{rate:.3g}" if rate is not None and not rank.ended else "",
-        "gpu%": _percent(rank.gpu_use),
-        "mem%": _percent(rank.gpu_memory),
+        "gpu%": share(rank.gpu_use),
+        "mem%": share(rank.gpu_memory),
         "still": still,
         "warned": str(rank.warned or ""),
     }
-    text = "".join(_cell(name, cells[name]) for name in columns) + f" {note}{where}"
+    text = "".join(_cell(size, cells[name]) for name, size in columns.items()) + f" {note}{where}"
     bad = rank.overflow or is_behind or (rank.ended and rank.exit not in (0, None))
     return ScreenLine(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
 
@@ -313,6 +330,24 @@ def _hot(view: JobView) -> list[ScreenLine]:
 
 def _count(number: int) -> str:
     return str(number) if number >= 0 else "-"
+
+
+_MOST_LINES = 4
+"""Of a sentence in the head."""
+
+
+def _folded(line: ScreenLine, width: int) -> list[ScreenLine]:
+    """A sentence about trouble has several lines where it needs them; any other line is cut."""
+    if line.look != "bad":
+        return [_cut(line, width)]
+    parts = wrap(shown(line.text), width, max_lines=_MOST_LINES, placeholder="...")
+    return [ScreenLine(part, line.look) for part in parts]
+
+
+def folded(text: str, width: int) -> list[str]:
+    """A line of the stacks, whose further lines stand below its text."""
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return wrap(shown(text), max(20, width), subsequent_indent=indent) or [""]
 
 
 def _cut(line: ScreenLine, width: int) -> ScreenLine:

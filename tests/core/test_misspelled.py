@@ -2,7 +2,7 @@
 
 import pytest
 from gpuwatch.core.errors import Code, UsageError
-from gpuwatch.core.misspelled import did_you_mean, expect_hyphens, mistyped, with_hyphens
+from gpuwatch.core.misspelled import did_you_mean, expect_hyphens, meant_option, mistyped, with_hyphens
 
 OPTIONS = {"-m", "--module", "--nproc-per-node"}
 
@@ -38,7 +38,8 @@ def test_a_word_with_another_dash_that_is_no_option_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("ERVY", "EVERY"), ("EVRY", "EVERY"), ("RUN_DIR", "RUNS_DIR"), ("USER", ""), ("PATH", "")]
+    ("word", "meant"),
+    [("ERVY", "EVERY"), ("EVRY", "EVERY"), ("RUN_DIR", "RUNS_DIR"), ("USER", ""), ("PATH", ""), ("BATCH", "")],
 )
 def test_letters_in_another_order_are_a_mistake_and_another_word_is_not(word, meant):
     assert mistyped(word, ["EVERY", "RUNS_DIR", "SECRET", "WATCH"]) == meant
@@ -47,3 +48,20 @@ def test_letters_in_another_order_are_a_mistake_and_another_word_is_not(word, me
 def test_what_is_like_nothing_gets_no_hint():
     assert did_you_mean("torchrunn", ["torchrun", "true"]) == "; did you mean torchrun?"
     assert did_you_mean("xyz", ["torchrun", "true"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--json", "--format json"),
+        ("--num_gpus=8", "--nproc-per-node"),
+        ("--timeout", "--hang-timeout"),
+        ("--moduls", "--module"),
+        ("--save", ""),  # no --output here
+        ("--tee", ""),
+        ("-x", ""),
+    ],
+)
+def test_an_option_of_another_program_is_known_by_its_name_and_a_part_of_a_name_suffices(word, meant):
+    known = {*OPTIONS, "--hang-timeout", "--format", "--format text", "--format json", "--dtype"}
+    assert meant_option(word, known) == meant

@@ -144,6 +144,44 @@ report done --rank 7
 export done --rank 7
 runs --like done
 """
+MEANT = """
+top --once --json | --format json?
+runs --json | --format json?
+report --html | --format html?
+export done --format json | jsonl?
+export done --out x | --output?
+runs --last x | a whole number of 1 or more
+top done done | no more than [RUN], found also 'done'
+explain-log | FILE..., found none
+runs --runs-dir "" | a folder
+report done -o x.pdf | --output x.html
+report done -o adir | a file, found the folder 'adir'
+explain nan | GW104 (overflow)
+explain GW1040 | GW104 (overflow)
+launch -n 2 train.py | --nproc-per-node?
+launch --num_gpus 8 train.py | --nproc-per-node?
+launch --dry-run train.py | --show-settings?
+launch --timeout 30 train.py | --hang-timeout?
+launch --on-overflow ignore train.py | one of abort, continue
+launch --preflight ful train.py | full?
+launch --preflight | one of full, quick, off, found nothing
+launch --master-port x train.py | a whole number
+launch --master-port 70000 train.py | a port from 0 to 65535
+launch --standalone --nnodes 2 train.py | --nnodes 1
+launch --runs-dir "" train.py | a folder for runs
+launch -c "print(1)" | write it to a file
+launch ./trian.py | train.py?
+launch torchrun train.py | leave torchrun out
+launch accelerate launch train.py | gpuwatch run -- accelerate
+help launch | gpuwatch launch --help?
+version | gpuwatch --version?
+ls | gpuwatch runs?
+show done | gpuwatch report?
+gpuwatch launch train.py | leave it out: gpuwatch launch
+-v | gpuwatch --version?
+--verison | gpuwatch --version?
+"""
+"""What the sentence has, so that the next try is right."""
 NOT_A_SENTENCE = ("Traceback", "Errno", "None")
 
 
@@ -178,6 +216,14 @@ def test_a_mistake_is_one_sentence(line, run_in):
     (sentence,) = said.splitlines()
     assert re.fullmatch(r"gpuwatch: [^[]((?!\[GW).)+ \[GW4\d\d\]", sentence), sentence
     assert not any(word in sentence for word in NOT_A_SENTENCE), sentence
+
+
+@pytest.mark.slow
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("line", "meant"), [line.rsplit(" | ", 1) for line in MEANT.strip().splitlines()])
+def test_a_mistake_is_told_with_what_was_meant(line, meant, run_in):
+    test_a_mistake_is_one_sentence(line, run_in)
+    assert meant in run_in(line)[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.errors import Code, UsageError
 from gpuwatch.launcher import expect
-from gpuwatch.launcher.expect import RANK_BYTES, expect_program, expect_room, expect_script
+from gpuwatch.launcher.expect import RANK_BYTES, expect_program, expect_room, expect_script, why_not_started
 from gpuwatch.launcher.options import get_parser
 
 POLYGLOT = "#!/bin/sh\n'''exec' python3 \"$0\" \"$@\"\n' '''\nprint(1)\n"
@@ -188,3 +188,13 @@ def test_more_ranks_than_the_cores_or_the_memory_carry_are_one_sentence(monkeypa
 def test_a_rank_for_each_gpu_is_never_too_many(monkeypatch):
     monkeypatch.setattr(expect, "count_gpus", lambda: 16)
     expect_room(16, cores=1, memory=0.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [("ls -l", "without quotes: ls -l"), ("launch", "did you mean gpuwatch launch, without run?")],
+)
+def test_a_program_that_is_none_is_told_with_what_was_meant(program, hint):
+    problem = why_not_started(program, "python")
+    assert problem is not None
+    assert problem[0].endswith(hint) and problem[1] == 127

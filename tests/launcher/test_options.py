@@ -320,8 +320,7 @@ def test_metrics_are_served_on_this_host_alone_unless_another_address_is_given(t
 def test_a_switch_takes_no_value(option):
     with pytest.raises(UsageError) as caught:
         get_parser().parse_args([f"{option}=yes", "train.py"])
-    assert option in str(caught.value)
-    assert "'yes'" in str(caught.value)
+    assert caught.value.text.startswith(f"{option.replace('_', '-')}: expected no value, found 'yes'")
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,20 @@ def test_a_variable_that_is_like_no_option_is_told_and_the_job_starts(monkeypatc
     assert parse_launch(["train.py"]).notes == ["GPUWATCH_HOME is set, and gpuwatch reads no such variable [GW426]"]
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("BATCH", "GPUWATCH_ABORT_AFTER_BATCH, GPUWATCH_TRACE_BATCHES"),
+        ("HANG", "GPUWATCH_HANG_TIMEOUT, GPUWATCH_ON_HANG"),
+        ("NPROC_PER_NODE", "PET_NPROC_PER_NODE, torchrun's"),
+    ],
+)
+def test_a_variable_with_the_word_of_an_option_is_told_with_that(monkeypatch, name, near):
+    monkeypatch.setenv(f"GPUWATCH_{name}", "1")
+    (note,) = parse_launch(["train.py"]).notes
+    assert note == f"GPUWATCH_{name} is set, and gpuwatch reads no such variable; near it: {near} [GW426]"
+
+
 def test_variables_of_a_service_in_kubernetes_are_no_options(monkeypatch):
     """It gives them to each container of a namespace with a service that is named gpuwatch-collector."""
     for service in ("GPUWATCH", "GPUWATCH_COLLECTOR"):

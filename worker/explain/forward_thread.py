@@ -22,6 +22,7 @@ from ...core.events import SECOND_RUN_S, BadOperation, OperandNumbers, operation
 from ...core.frames import Row, format_number
 from ...core.guest.tell import is_leaving
 from ...core.guest.threads import SECOND_RUN, AwaitedThread
+from ...core.marked_line import CODE_WIDTH, shown_line
 from ...core.roles import RoleKind
 from ...core.signal_errors import suppress_own, then_put_back
 from ...core.torch_names import name_in_torch
@@ -266,7 +267,7 @@ class ForwardExplanation:
 
     def __str__(self) -> str:
         if self.operation is not None:
-            first = operation_text(self.operation)
+            first = operation_text(self.operation, CODE_WIDTH)
         else:
             first = f"not known: {self.unknown}" if self.unknown else "the output is finite"
         lines = [first, "headroom    abs max  operation"]
@@ -277,7 +278,8 @@ class ForwardExplanation:
             room = f"{seen.headroom:8.1f}" if seen.headroom is not None else f"{'-':>8}"
             size = format_number(seen.output.abs_max) if finite else f"{seen.output.value:>8}"
             place = seen.place
-            at = f", {PurePath(place.file).name}:{place.line}: {place.code}" if place.file else ""
+            code = shown_line(place.code, place.columns, CODE_WIDTH)
+            at = f", {PurePath(place.file).name}:{place.line}: {code}" if place.file else ""
             lines.append(f"{room}   {size}  {seen.op}{at}")
         return "\n".join(lines)
 

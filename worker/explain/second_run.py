@@ -36,6 +36,7 @@ from ...core.events import (
     SecondRun,
 )
 from ...core.frames import FramePhase, RowMark
+from ...core.marked_line import CODE_WIDTH, shown_line
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
@@ -347,4 +348,5 @@ class SecondRuns:
             self._progress.recorder.append(ForwardCaptured(where, file))
         if operation is not None:
             at = f" at {operation.file}:{operation.line}" if operation.file else ""
-            self._found = f"{operation.op} made it{at}{f': {operation.code}' if operation.code else ''}"
+            code = shown_line(operation.code, operation.columns, CODE_WIDTH)
+            self._found = f"{operation.op} made it{at}{f': {code}' if code else ''}"

@@ -29,6 +29,7 @@ from ..rank_states import state_text
 from ..report_sections import is_open, sections_of
 from ..sentence_parts import bytes_text, elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
+from .cause_parts import sample_strip, trial_rows
 from .chart import OutputChart, along_the_calls, over_the_batches
 from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
 from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
@@ -109,6 +110,8 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",
         picture=picture_of(report),
+        samples=sample_strip(report.verdict.cause),
+        trials=trial_rows(report.verdict.cause),
         capture=text_report.capture_lines(report.verdict.capture),
         concurrent=text_report.concurrent_lines(report.verdict.concurrent),
         cascade=text_report.cascade_lines(report.verdict.cascade),

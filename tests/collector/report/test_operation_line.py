@@ -7,10 +7,11 @@ import re
 
 import msgspec
 import pytest
-from gpuwatch.collector.report import operation_line
 from gpuwatch.collector.report.one_screen import screen_text
-from gpuwatch.collector.report.operation_line import cut_line, evidence_lines
+from gpuwatch.collector.report.operation_line import evidence_lines
 from gpuwatch.collector.report.text_report import render_text, verdict_text
+from gpuwatch.core import marked_line
+from gpuwatch.core.marked_line import cut_line
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -119,4 +120,4 @@ def test_any_columns_of_a_report_that_was_damaged_are_read(code, first, end, wid
 
 
 def test_the_examples_in_the_docstrings_hold():
-    assert doctest.testmod(operation_line).failed == 0
+    assert doctest.testmod(marked_line).failed == 0

@@ -12,12 +12,12 @@ from gpuwatch.collector.views.top_app import RankTable, TopApp
 from gpuwatch.core.wire.view import NodeView
 
 
-def drive(views, act, size=(80, 24)):
+def drive(views, act, size=(80, 24), ask_stacks=lambda: lambda: []):
     """Run the app over the pictures, do something with it, and return what is on the screen, line by line."""
     left = list(views)
 
     async def run():
-        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1")
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1", ask_stacks)
         async with app.run_test(size=size) as pilot:
             for _ in range(len(views) + 1):
                 app.poll()
@@ -47,6 +47,31 @@ def test_all_parts_stand_on_80_by_24(picture):
     ):
         assert part in text
     assert "the job is over: gpuwatch report run-1" in text
+
+
+def test_s_asks_for_the_stacks_and_shows_them_in_place_of_the_ranks(picture):
+    answers = [None, ["run run-1: 1 running rank of 1", f"  - rank 0 waits: {'x' * 9} " + "in all_reduce " * 9]]
+    shown = []
+
+    async def act(pilot, app):
+        await pilot.press("s")
+        app.poll()
+        await pilot.pause()
+        shown.append([line.text for line in app.query_one(RankTable).lines])
+        app.poll()
+        await pilot.pause()
+        shown.append([line.text for line in app.query_one(RankTable).lines])
+
+    text = "\n".join(drive([picture.view([picture.rank(0)])], act, ask_stacks=lambda: lambda: answers.pop(0)))
+    assert shown[0] == ["the ranks are asked for their stacks"]
+    assert shown[1][0] == "run run-1: 1 running rank of 1" and max(map(len, shown[1])) < 80
+    assert " ".join(" ".join(shown[1][1:]).split()).count("in all_reduce") == 9, "nothing is cut"
+    assert "stacks; s: the ranks again" in text and "node-a" not in text
+
+    async def there_and_back(pilot, app):
+        await pilot.press("s", "s")
+
+    assert "    0 node-a" in "\n".join(drive([picture.view([picture.rank(0)])], there_and_back))
 
 
 @pytest.mark.slow

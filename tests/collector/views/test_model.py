@@ -104,6 +104,40 @@ def test_the_rank_of_a_hang_is_waited_for_whatever_was_counted_until_a_rank_move
     assert not any("never reached" in line.text for line in screen.head)
 
 
+HANG = (
+    "Rank 1 never reached the backward's reduction of gradients, in which rank 0 has waited for 41 s. It is outside of "
+    "a forward, after batch 24, at ddp.py:13 in <module>: time.sleep(1000)."
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_sentence_of_a_hang_is_whole_at_any_width_and_headroom_is_of_no_matter_then(picture, width):
+    ranks = [picture.rank(n, still=41.0) for n in range(2)]
+    screen = seen(picture.view(ranks, hang=HANG, hang_ranks=[1]), width=width)
+    assert HANG in " ".join(line.text for line in screen.head if line.look == "bad")
+    assert all(len(line.text) <= width for line in screen.head)
+    assert screen.hot == []
+    assert seen(picture.view([picture.rank(0)])).hot != []
+
+
+def test_ranks_are_ordered_by_their_rest_and_by_their_gpu(picture):
+    ranks = [
+        picture.rank(n, still=still, gpu_use=use) for n, (still, use) in enumerate([(1, 0.9), (9, 0.5), (4, -1.0)])
+    ]
+    orders = {"longest at rest": ["1", "2", "0"], "least used GPU": ["1", "0", "2"]}
+    for order, wanted in orders.items():
+        assert [line.text.split()[0] for line in seen(picture.view(ranks), order=order).ranks] == wanted
+
+
+def test_a_wide_terminal_has_bars_of_each_ranks_gpu(picture):
+    view = picture.view([picture.rank(0, gpu_use=0.75, gpu_memory=0.5), picture.rank(1)])
+    screen = seen(view, width=140)
+    assert "██████░░  75 % ████░░░░  50 %" in screen.ranks[0].text
+    at = screen.ranks_title.text.index("gpu%")
+    assert screen.ranks[0].text[at] == "█" and not screen.ranks[1].text[at : at + 29].strip()
+    assert "█" not in seen(view, width=100).ranks[0].text
+
+
 def test_overflows_and_ends_come_first(picture):
     ranks = [picture.rank(n) for n in range(5)]
     ranks[3] = picture.rank(3, overflow=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 import threading
 
 import gpuwatch
 import pytest
 import torch
+from gpuwatch.core.marked_line import CODE_WIDTH
 from torch import nn
 
 from ..models import ReturnsDTensor
@@ -40,6 +43,26 @@ def test_the_operation_and_the_headroom_of_all():
     assert len(table) == len(found.operations)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name])
+
+
+class LongLine(nn.Module):
+    def forward(self, x):
+        return (x * 2 + 1).float() + (x.half().relu() * 6e4).float() - (x * x).sum() * 0.5 + x.mean() ** 2 + 17.5
+
+
+def test_a_long_line_is_cut_around_the_operation_and_the_object_has_all_of_it():
+    found = gpuwatch.explain(LongLine(), torch.full((2, 3), 9.0))
+    assert len(found.operation.code) > 90
+    first, _, *table = str(found).splitlines()
+    shown = first.split("`")[1]
+    assert len(shown) <= CODE_WIDTH and shown.endswith("...")
+    assert all(len(line) <= CODE_WIDTH + 70 for line in table)
+    if sys.version_info >= (3, 11):
+        assert "x.half().relu() * 6e4" in shown
+    with gpuwatch.watch(model := LongLine(), explain="auto"), pytest.raises(gpuwatch.OverflowDetected) as raised:
+        model(torch.full((2, 3), 9.0))
+    (text,) = re.findall(r"made it at .*?:\d+: (.*?); report", str(raised.value))
+    assert text == shown
 
 
 def test_a_finite_forward():
