@@ -814,7 +814,7 @@ _COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers, data lo
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
 """About how frames are read and written, and what else is reported about a rank."""
-_LOOK_BACK = "step times, history, forecasts, hottest modules"
+_LOOK_BACK = "step times, history, forecasts, hottest modules, pages at rest"
 """The node agent's: they look back at frames that it has."""
 FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(
     ", ".join((_COST_EVIDENCE, _NOTES, _LOOK_BACK)).split(", "), False

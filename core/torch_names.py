@@ -60,6 +60,7 @@ REPLAYS = "replays of CUDA graphs are not read"
 """A run says so where it captures a graph, and no other run does."""
 COMMS = "collectives are not seen"
 HANGS = "a hang is reported without the collectives"
+TIMEOUTS = "a rank that waits is not looked at before the timeout of its process group"
 SCALER = "steps that a GradScaler skips are not reported"
 SHARDS = "weights that FSDP2 shards are looked up only by name"
 RPC = "steps of DistributedOptimizer are not seen"
@@ -137,6 +138,7 @@ NAMES = (
     TorchName("torch.cuda.graphs", "register_graph_capture_start_hook", REPLAYS, since=(2, 14)),
     TorchName("torch.cuda.graphs", "register_graph_capture_end_hook", REPLAYS, since=(2, 14)),
     # -- several ranks --
+    TorchName("<options of a backend>", "_timeout", TIMEOUTS),
     TorchName(_C10D, "_pg_map", COMMS),
     TorchName(_C10D, "_world", COMMS),
     TorchName(_C10D, "_update_default_pg", RUN),

@@ -7,7 +7,7 @@ from ..cases import case
 TESTS = Path(__file__).parents[1]
 FOLDERS = (TESTS / "e2e", TESTS / "docs", TESTS / "scenarios", TESTS / "surroundings", TESTS.parent / "examples")
 TAKES_IT_DOWN = ("destroy_process_group", "ddp_overflow import", "os._exit")  # train of ddp_overflow.py does
-ENDS_BADLY = ("explained.py", "killed.py", "left_alone.py", "raises.py")
+ENDS_BADLY = ("explained.py", "group_timeout.py", "killed.py", "left_alone.py", "raises.py")
 """Not one of their jobs comes to its end, and its tests do not ask with which code a rank has ended."""
 
 
