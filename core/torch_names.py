@@ -138,7 +138,7 @@ NAMES = (
     TorchName("torch.cuda.graphs", "register_graph_capture_start_hook", REPLAYS, since=(2, 14)),
     TorchName("torch.cuda.graphs", "register_graph_capture_end_hook", REPLAYS, since=(2, 14)),
     # -- several ranks --
-    TorchName("<options of a backend>", "_timeout", TIMEOUTS),
+    TorchName("torch._C._distributed_c10d.Backend.Options", "_timeout", TIMEOUTS),
     TorchName(_C10D, "_pg_map", COMMS),
     TorchName(_C10D, "_world", COMMS),
     TorchName(_C10D, "_update_default_pg", RUN),
