@@ -479,14 +479,14 @@ class DeviceStatsBuffer:
     def _keep_unsent(self, values_at: int, page: int) -> None:
         if self._unsent is None:
             self._unsent = (values_at, page)
-            self._copies.of_segment[values_at] += 1
+            self._copies.hold_segment(values_at, self)
 
     def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
         """Start the copies of all rows read so far, into the segment whose values begin at `values_at`."""
         self.passed.flush()
         if self._unsent == (values_at, page):
             self._unsent = None
-            self._copies.segment_done(values_at)
+            self._copies.release_segment(values_at, self)
         lost = not self._has_room(values_at)
         if lost and not is_end:
             return  # there may be room when the segment ends
@@ -570,7 +570,7 @@ class DeviceStatsBuffer:
 
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
-        return self._copies.of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
+        return bool(self._copies.of_page.get(page)) or (self._queued > 0 and self._queued_page == page)
 
     @property
     def stream_key(self) -> StreamKey:
@@ -585,7 +585,7 @@ class DeviceStatsBuffer:
     @property
     def flying(self) -> int:
         """The number of outstanding copies."""
-        return self._copies.of_page.total()
+        return sum(map(len, self._copies.of_page.values()))
 
 
 def _lost_by(error: BaseException) -> HeadField:

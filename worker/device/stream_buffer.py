@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ class DeviceRow:
         """Where its numbers are. None until they are packed, or if that failed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RowCopy:
     """An outstanding copy of rows of one stream to the values `positions` of one segment."""
 
@@ -160,9 +160,10 @@ class FileCopies:
             self._file = without_modes(torch.frombuffer, memory, dtype=torch.int64)
         self.numbers: Any = numpy.frombuffer(memory, dtype=numpy.int64)
         """The same memory for reading: the script's modes do not see NumPy."""
-        self.of_segment: Counter[int] = Counter()
-        """Offset of a segment's values -> outstanding copies into the segment."""
-        self.of_page: Counter[int] = Counter()
+        # Sets, for a signal's handler may interrupt anything here: to let a copy go twice must not count twice.
+        self.of_segment: dict[int, set[object]] = {}
+        """Offset of a segment's values -> outstanding copies into the segment, and others that hold it."""
+        self.of_page: dict[int, set[object]] = {}
         """Page -> outstanding copies of its values."""
         self.notable_pages: set[int] = set()
         """Pages in which notable numbers have arrived, until the caller takes them."""
@@ -219,32 +220,41 @@ class FileCopies:
                     self._driver.copy(packed[first - begin : end - begin], target)
             copy.event = self._driver.record(buffer.stream)
         finally:  # an error does not stop copies that were started
+            self.hold_segment(values_at, copy)  # first: it must not be written to by another page
+            self.of_page.setdefault(page, set()).add(copy)
             buffer.flying.append(copy)
-            self.of_segment[values_at] += 1
-            self.of_page[page] += 1
 
     def take_arrived(self, buffers: Iterable[StreamBuffer]) -> None:
-        """Handle the copies of these streams that have arrived. Does nothing while the user captures a graph."""
+        """Handle the copies of these streams that have arrived. Does nothing while the user captures a graph.
+
+        A copy leaves `flying` once all is done for it: what a signal's handler has interrupted is done again.
+        """
         if not self.of_page or self._driver.is_capturing():  # querying an event would break the user's capture
             return
-        arrived: list[RowCopy] = []
+        arrived: list[tuple[StreamBuffer, RowCopy]] = []
         for buffer in buffers:
             if not buffer.flying:
                 continue
             with self._driver.use(buffer.key, buffer.stream):
                 try:
-                    while (
-                        buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
-                    ):
-                        arrived.append(buffer.flying.popleft())
+                    for copy in tuple(buffer.flying):
+                        if self._driver.is_capturing() or not self._driver.query(self._event_of(buffer, copy)):
+                            break
+                        arrived.append((buffer, copy))
                 except Exception as error:
                     if from_outside(error):
                         raise
                     self.stream_failed(buffer, error)
-        for copy in arrived:
-            self._copy_arrived(copy)
-        if arrived:
-            self._filter(arrived)
+        copies = [copy for _, copy in arrived if self._is_held(copy)]
+        for copy in copies:
+            self._write_staged(copy)
+        if copies:
+            self._filter(copies)
+        for buffer, copy in arrived:
+            self.release_segment(copy.values_at, copy)
+            self._page_done(copy)
+            if buffer.flying and buffer.flying[0] is copy:
+                buffer.flying.popleft()
 
     def wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
         """Wait for the last copy of a stream."""
@@ -252,14 +262,13 @@ class FileCopies:
             if self._driver.is_capturing():
                 return
             try:
-                self._driver.wait(self._event_of(buffer, -1), timeout_s)
+                self._driver.wait(self._event_of(buffer, buffer.flying[-1]), timeout_s)
             except Exception as error:
                 if from_outside(error):
                     raise
                 self.stream_failed(buffer, error)
 
-    def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
-        copy = buffer.flying[which]
+    def _event_of(self, buffer: StreamBuffer, copy: RowCopy) -> Any:
         if copy.event is None:  # an error occurred before it was recorded
             copy.event = self._driver.record(buffer.stream)
         return copy.event
@@ -272,27 +281,29 @@ class FileCopies:
         self._add_note(f"the device no longer delivers its numbers: {first_line(error)}")
         for copy in buffer.flying:
             self._fields[HeadField.ROWS_LOST] += len(copy.positions)
-            self._page_done(copy.page)
+            self._page_done(copy)
         never_free(list(buffer.flying))
         buffer.flying.clear()
 
-    def _copy_arrived(self, copy: RowCopy) -> None:
-        self.segment_done(copy.values_at)
-        self._page_done(copy.page)
+    def _is_held(self, copy: RowCopy) -> bool:
+        """False for one that a handler's own forward has let go meanwhile: its segment may have another page's rows."""
+        return copy in self.of_segment.get(copy.values_at, ())
+
+    def _write_staged(self, copy: RowCopy) -> None:
         if copy.staging is not None:
             staged = copy.staging.numpy()
             self._values_in(copy)[copy.positions] = staged[[each - copy.positions[0] for each in copy.positions]]
 
-    def segment_done(self, values_at: int) -> None:
-        """One copy less is outstanding into a segment."""
-        self.of_segment[values_at] -= 1
-        if self.of_segment[values_at] <= 0:
-            del self.of_segment[values_at]
+    def hold_segment(self, values_at: int, holder: object) -> None:
+        """The segment is not used for another page."""
+        self.of_segment.setdefault(values_at, set()).add(holder)
 
-    def _page_done(self, page: int) -> None:
-        self.of_page[page] -= 1
-        if self.of_page[page] <= 0:
-            del self.of_page[page]
+    def release_segment(self, values_at: int, holder: object) -> None:
+        """It may be, once nothing else holds it."""
+        _discard(self.of_segment, values_at, holder)
+
+    def _page_done(self, copy: RowCopy) -> None:
+        _discard(self.of_page, copy.page, copy)
 
     def _filter(self, copies: list[RowCopy]) -> None:
         """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
@@ -321,6 +332,15 @@ class FileCopies:
         return self.numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
 
 
+def _discard(held: dict[int, set[object]], key: int, holder: object) -> None:
+    holders = held.get(key)
+    if holders is None:
+        return
+    holders.discard(holder)
+    if not holders:
+        held.pop(key, None)
+
+
 _unmapped_never: list[Any] = []
 """Memory of dropped watches that the device may still write to, or that could not be unregistered just then."""
 
@@ -333,7 +353,7 @@ class _DroppedMemory:
     driver: StatsDevice
     device: torch.device
     anchor: Any
-    of_segment: Counter[int]
+    of_segment: dict[int, set[object]]
 
     def unregister(self) -> None:
         """Else the driver refuses the next memory at the same address, and an open capture must not see the call."""

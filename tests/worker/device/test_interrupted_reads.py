@@ -13,6 +13,7 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.tests.interruptions import all_of, interrupt
+from gpuwatch.worker.device import stream_buffer
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.stream_buffer import FileCopies, StreamBuffer
 from gpuwatch.worker.device.torch_reader import TorchReader
@@ -22,14 +23,15 @@ from .one_by_one import OneByOne
 
 CODES = all_of(DeviceStatsBuffer, StreamBuffer, FileCopies, RecorderWriter.value, RecorderWriter.values, TorchReader)
 CODES |= all_of(RecorderWriter.continue_segment, RecorderWriter.resume_page)
+ARRIVES = all_of(FileCopies, stream_buffer._discard)
 
 
 class Readings:
     """A recorder, and the numbers that were read into each of its pages."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, driver=None) -> None:
         self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, segments=64)
-        self.buffer = OneByOne(self.writer, torch.device("cpu"), driver=LateDevice())
+        self.buffer = OneByOne(self.writer, torch.device("cpu"), driver=driver or LateDevice())
         self.read: list[tuple[int, int, torch.Tensor]] = []
         """(page, index of the value, tensor)"""
         self.rows: dict[int, object] = {}
@@ -138,3 +140,36 @@ def test_each_number_is_in_its_row_or_lost(tmp_path, work, handler, every):
         seen.append(where)
     assert len(seen) > 100 // every
     assert there >= 4
+
+
+class Interrupts(BaseException):
+    """What a signal's handler raises, as KeyboardInterrupt."""
+
+
+def raises() -> None:
+    raise Interrupts
+
+
+@pytest.mark.parametrize("refuses", ["", "not mapped"], ids=["in the file", "through pinned memory"])
+@torch.no_grad()
+def test_an_exception_while_numbers_arrive_loses_none_and_holds_no_segment(tmp_path, refuses):
+    """A segment that is held for ever is missing for the numbers to come: in the end the rank has no room."""
+    for number in range(5000):
+        readings = Readings(tmp_path / f"{number}", LateDevice(refuses=refuses))
+        readings.writer.begin_page(0, 0, 0)
+        for value in (1, 3):
+            readings.frame(value, value + 1)
+            readings.buffer.flush()
+        try:
+            interrupt(ARRIVES, readings.buffer.collect, raises, number)
+        except Interrupts:
+            was_interrupted = True
+        else:
+            was_interrupted = False
+        readings.buffer.collect()
+        held = readings.buffer._copies.of_segment, readings.buffer._copies.of_page, readings.buffer.flying
+        assert readings.check() == (4, 0) and held == ({}, {}, 0), number
+        readings.close()
+        if not was_interrupted:
+            break
+    assert number > 10
