@@ -31,8 +31,9 @@ from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
 from .diagnosis_order import DiagnosisOrder
+from .overflow_advice import next_steps
 from .overflow_evidence import missing_ranks
-from .overflow_words import explain_command, next_steps, overflow_at
+from .overflow_words import explain_command, overflow_at
 from .own_before import way_text
 from .passed_values import PassedOperations, RankSummand, element_line, put_line
 

@@ -19,7 +19,8 @@ from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
 from .clean_verdict import doubts_about
 from .diagnosis_order import DiagnosisOrder, reason
-from .overflow_words import is_alike, wild_line
+from .overflow_advice import wild_line
+from .overflow_words import is_alike
 
 _MAX_LINES = 8
 

@@ -27,15 +27,14 @@ from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
 from .diagnosis_order import DiagnosisOrder
 from .gradient_sum import of_reduced
+from .overflow_advice import clues_of, next_steps
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .overflow_words import (
     NOBODY_LOOKED,
     batch_text,
-    clues_of,
     explain_command,
     is_alike,
     is_of_no_module,
-    next_steps,
     operation_lines,
     operation_of,
     overflow_at,

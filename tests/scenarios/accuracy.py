@@ -1,4 +1,4 @@
-"""Runs every scenario and writes docs/accuracy.md: `python tests/scenarios/accuracy.py [--jobs N]`.
+"""Runs every scenario and writes the places of docs/accuracy.md: `python tests/scenarios/accuracy.py [--jobs N]`.
 
 Each scenario is run in host memory and on a late device. `--from FILE` takes the figures that an earlier run has saved
 with `--save FILE`; with `--only WORD` the scenarios of that kind, or with it in their name, are measured anew.
@@ -22,6 +22,8 @@ from runner import LATE_DEVICE, Grade, Outcome, run
 from truths import KINDS, Scenario
 
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
+OTHERS = "\n## Causes\n"
+"""Where on the page the figures of other scripts begin: tests/causes/benchmark.py, tests/ends/ends.py."""
 SEED = "7"
 PLACES = ("host memory", "late device")
 
@@ -63,7 +65,9 @@ def main() -> int:
         figures = [figure for figure in figures if (figure.place, figure.name) not in measured] + new
     if arguments.save:
         arguments.save.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
-    PAGE.write_text(page_of(figures))
+    before = PAGE.read_text()
+    others = before[before.index(OTHERS) :]
+    PAGE.write_text(page_of(figures) + others)
     for figure in figures:
         if figure.grade != Grade.RIGHT.name:
             print(f"{figure.grade.lower()}: {figure.name} ({figure.place})")
