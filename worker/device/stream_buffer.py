@@ -232,6 +232,7 @@ class FileCopies:
         if not self.of_page or self._driver.is_capturing():  # querying an event would break the user's capture
             return
         arrived: list[tuple[StreamBuffer, RowCopy]] = []
+        failed: list[tuple[StreamBuffer, Exception]] = []
         for buffer in buffers:
             if not buffer.flying:
                 continue
@@ -244,7 +245,7 @@ class FileCopies:
                 except Exception as error:
                     if from_outside(error):
                         raise
-                    self.stream_failed(buffer, error)
+                    failed.append((buffer, error))
         copies = [copy for _, copy in arrived if self._is_held(copy)]
         for copy in copies:
             self._write_staged(copy)
@@ -255,6 +256,8 @@ class FileCopies:
             self._page_done(copy)
             if buffer.flying and buffer.flying[0] is copy:
                 buffer.flying.popleft()
+        for buffer, why in failed:  # what had arrived before is not lost
+            self.stream_failed(buffer, why)
 
     def wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
         """Wait for the last copy of a stream."""

@@ -173,3 +173,28 @@ def test_an_exception_while_numbers_arrive_loses_none_and_holds_no_segment(tmp_p
         if not was_interrupted:
             break
     assert number > 10
+
+
+class FailsAfterOne(LateDevice):
+    """It delivers its first copy, and then no longer answers."""
+
+    answers = 1
+
+    def query(self, event):
+        self.answers -= 1
+        if self.answers < 0:
+            raise RuntimeError("the device has failed")
+        return super().query(event)
+
+
+@torch.no_grad()
+def test_what_has_arrived_before_a_device_fails_is_not_lost(tmp_path):
+    readings = Readings(tmp_path / "0", FailsAfterOne())
+    readings.writer.begin_page(0, 0, 0)
+    for value in (1, 3):
+        readings.frame(value, value + 1)
+        readings.buffer.flush()
+    readings.buffer.collect()
+    assert readings.writer.fields[HeadField.ROWS_LOST] == 2
+    assert readings.buffer.flying == 0
+    readings.close()
