@@ -559,6 +559,11 @@ class BatchSource(RankEvent, frozen=True, tag="batch_source"):
     """All indices of the batch, where it is not known which one is where in dim 0."""
 
 
+MOST_PASSED, MOST_PASSED_ALIKE = 512, 32
+"""A rank sends so many PassedTensor in all, and of one operation with one peer in one group, of one size: a metric that
+is nan leaves room for others. It may have seen more."""
+
+
 class PassedTensor(RankEvent, frozen=True, tag="passed"):
     """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
 

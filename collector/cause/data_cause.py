@@ -15,6 +15,7 @@ from .operation_cause import of_precision
 from .operation_rules import domain_advice, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
+LOOK_AT_LOADER = "Look at the data loader of this rank, or at the code that makes the model's inputs."
 _OUT_OF_LINE = 30.0
 """How much larger than on all other ranks what a model is handed must be."""
 
@@ -56,15 +57,11 @@ def of_samples(clues: CauseClues, operation: BadOperation) -> OverflowCause | No
 
 def _handed_roots(clues: CauseClues) -> list[tuple[str, float, float]]:
     """(role, abs max on this rank, the largest on the others) of what the model was handed in that batch."""
-    page = page_of(clues.facts, clues.first)
     theirs = [other for other in peers(clues.facts, clues.first).values() if other.batch == clues.first.batch]
-    if page is None or not theirs:
-        return []
-    mine = _root_inputs(page.frames)
     others = [_root_inputs(other.frames) for other in theirs]
     return [
         (role, size, max(known))
-        for role, size in mine.items()
+        for role, size in handed_root(clues).items()
         if (known := [sizes[role] for sizes in others if role in sizes])
     ]
 
@@ -121,7 +118,7 @@ def of_bad_input(clues: CauseClues) -> OverflowCause | None:
         "data",
         _S,
         f"the batch itself: {bad.role} of the model holds {value}, which its forward has bounded",
-        ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
+        [LOOK_AT_LOADER],
     )
 
 
@@ -139,5 +136,5 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
         "data",
         _S,
         f"the batch itself: {first.role} holds {first.value}{pattern}{finite}",
-        ["Look at the data loader of this rank, or at the code that makes the model's inputs."],
+        [LOOK_AT_LOADER],
     )

@@ -66,22 +66,26 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
 def _diverged(clues: CauseClues, grown: ModuleGrowth | None) -> OverflowCause | None:
     if grown is None or grown.steps < _DIVERGED:
         return None
-    batches, sizes = grown.shown
     where = f"on {ranks_text(sorted([clues.first.rank, *grown.alike]))}"
-    went = ", ".join(map(number_text, sizes))
     rate = _optimizer(clues)
     lower = f" ({rate[1]:g})" if rate is not None else ""
     return OverflowCause(
         "divergence",
         _S,
-        f"the training diverged {where} from batch {grown.batches[1]} on: abs max of {grown.text} went {went} "
-        f"in batches {batches[0]} to {batches[-1]}, the largest weight is {number_text(_largest_weight(clues))}"
+        f"the training diverged {where} from batch {grown.batches[1]} on: {_went(grown)}, "
+        f"the largest weight is {number_text(_largest_weight(clues))}"
         f"{_by_optimizer(clues)}",
         [
             f"Lower the learning rate{lower}, warm it up, or clip the gradients (clip_grad_norm_); and look at what "
             f"changed in batch {grown.batches[1]}: a schedule, a checkpoint, an unfrozen part. None of these was tried."
         ],
     )
+
+
+def _went(grown: ModuleGrowth) -> str:
+    batches, sizes = grown.shown
+    went = ", ".join(map(number_text, sizes))
+    return f"abs max of {grown.text} went {went} in batches {batches[0]} to {batches[-1]}"
 
 
 def _one_step(clues: CauseClues, grown: ModuleGrowth) -> OverflowCause:
@@ -138,13 +142,10 @@ def growing(clues: CauseClues, cause: OverflowCause | None) -> OverflowCause | N
     grown = growth_of(clues.facts, clues.first) if cause is not None else None
     if cause is None or grown is None:
         return cause
-    batches, sizes = grown.shown
-    went = ", ".join(map(number_text, sizes))
     return msgspec.structs.replace(
         cause,
         certainty=_S,
-        statement=f"{cause.statement}; abs max of {grown.text} went {went} in batches {batches[0]} to {batches[-1]}"
-        f"{_by_optimizer(clues)}",
+        statement=f"{cause.statement}; {_went(grown)}{_by_optimizer(clues)}",
         next=[*cause.next, "And look at why the outputs grow: the learning rate, or a step before. Not tried."],
     )
 

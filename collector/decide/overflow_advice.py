@@ -12,6 +12,7 @@ from ...core.events import BadOperation
 from ...core.frames import FramePhase
 from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
+from ..cause.data_cause import LOOK_AT_LOADER
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
@@ -138,7 +139,7 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
         if first.passed:
             before = "Look at what this rank receives, and at what it calls before that model."
             return f"{before} If that is finite, look at its data loader."
-        return "Look at the data loader of this rank, or at the code that makes the model's inputs."
+        return LOOK_AT_LOADER
     if first.phase == FramePhase.LOSS:
         return "Look at the code of the script that computes the loss from what the model returns."
     if first.phase == FramePhase.BACKWARD:

@@ -17,7 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...core.events import Anomaly, IssuedMoment, NotedCollective, PassedTensor
+from ...core.events import (
+    MOST_PASSED,
+    MOST_PASSED_ALIKE,
+    Anomaly,
+    IssuedMoment,
+    NotedCollective,
+    PassedTensor,
+)
 from ...core.recorder.group_table import members_of
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
@@ -26,8 +33,11 @@ from ..report.sentence_parts import counted, ranks_text
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _PICKLED = "uint8"
 """Object collectives pass numbers as bytes, in which no nan is seen."""
-_MOST_ALIKE, _MOST = 32, 512
-"""A rank that has reported as many may have seen more (worker/record/passed.py)."""
+
+
+def ranks_of(one: PassedTensor) -> list[int]:
+    """The ranks of its process group."""
+    return members_of(one.members, most=1 << 16)
 
 
 def way_text(one: PassedTensor) -> str:
@@ -36,7 +46,7 @@ def way_text(one: PassedTensor) -> str:
         return f"message {one.number} from rank {one.where.rank} to rank {one.peer}"
     if one.operation == "recv":
         return f"message {one.number} from rank {one.peer} to rank {one.where.rank}"
-    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(members_of(one.members, 1 << 16))})"
+    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(ranks_of(one))})"
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ def _numbers_between(last: IssuedMoment | None, now: IssuedMoment | None) -> lis
 
 def _may_have_more(rank: RankFacts) -> bool:
     kinds = Counter((one.operation, one.group, one.peer, one.came_out, one.dtype, one.elements) for one in rank.passed)
-    return len(rank.passed) >= _MOST or max(kinds.values(), default=0) >= _MOST_ALIKE
+    return len(rank.passed) >= MOST_PASSED or max(kinds.values(), default=0) >= MOST_PASSED_ALIKE
 
 
 def _was_finite(one: NotedCollective | None) -> bool:
@@ -113,7 +123,7 @@ def _is_its_own(facts: RunFacts, came: PassedTensor) -> bool:
 
 
 def _others_put(facts: RunFacts, came: PassedTensor) -> Iterator[PassedTensor]:
-    for rank in members_of(came.members, most=1 << 16):
+    for rank in ranks_of(came):
         other = facts.ranks.get((came.where.attempt, rank))
         if rank != came.where.rank and other is not None:
             yield from (one for one in other.passed if _is_same(one, came) and one.given == "not finite")

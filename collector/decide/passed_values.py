@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ...core.events import PassedTensor, ReducedElement
 from ...core.frames import Frame, FramePhase
-from ...core.recorder.group_table import members_of
 from ...core.roles import RoleKind, parse_role
 from ...core.values import DTYPE_MAX
 from ..facts.calls import begun
@@ -23,7 +22,7 @@ from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, run_the_same_model
-from .own_before import REDUCTIONS, own_between, way_text
+from .own_before import REDUCTIONS, own_between, ranks_of, way_text
 
 _MOST_HOPS = 64
 _HANDED = ("outside", "received", "carried")
@@ -83,7 +82,7 @@ class PassedOperations:
             told = self._of(came)
             put = {one.where.rank: one for one in told if not one.came_out}
             finite = {one.where.rank for one in told if one.came_out and one.given == "finite"}
-            if len(put) == 1 and finite | put.keys() == set(_members(came)):
+            if len(put) == 1 and finite | put.keys() == set(ranks_of(came)):
                 return next(iter(put.values()))
         return None
 
@@ -111,7 +110,7 @@ class PassedOperations:
         if came.operation == "recv":
             return self._told.get(("send", came.group, came.number, came.tag, came.peer, came.where.rank), [])
         # a group of another mesh may have the same name, and no member in common
-        members = set(_members(came))
+        members = set(ranks_of(came))
         return [one for one in self._told.get(_key(came), []) if one.where.rank in members]
 
 
@@ -119,10 +118,6 @@ def _key(one: PassedTensor) -> tuple[object, ...]:
     if one.operation == "send":
         return one.operation, one.group, one.number, one.tag, one.where.rank, one.peer
     return one.operation, one.group, one.number
-
-
-def _members(one: PassedTensor) -> list[int]:
-    return members_of(one.members, most=1 << 16)
 
 
 def _came_out(rank: RankFacts, step: int, seq: int) -> list[PassedTensor]:
@@ -138,7 +133,7 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     came = _came_out(rank, diagnosis.step, diagnosis.issued.seq)
     came = [one for one in came if one.operation in REDUCTIONS and one.value == diagnosis.value]
     # the gradient of a sharded weight has the shape of the whole
-    parts = [len(_members(one)) if one.operation == "reduce_scatter" else 1 for one in came]
+    parts = [len(ranks_of(one)) if one.operation == "reduce_scatter" else 1 for one in came]
     return [one for one, number in zip(came, parts, strict=True) if one.elements * number >= max(2, elements)]
 
 
@@ -151,7 +146,7 @@ def _is_same_tensor(came: PassedTensor, put: PassedTensor) -> bool:
 
 def _all_of(came: PassedTensor, summands: list[PassedTensor]) -> bool:
     """Whether each rank's own was finite, and so large that the sum of all can have overflowed. A sum is never nan."""
-    members = _members(came)
+    members = ranks_of(came)
     sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
     limit = DTYPE_MAX.get(came.dtype)
     if came.value == "nan" or limit is None or set(sizes) != set(members):

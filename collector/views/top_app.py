@@ -17,7 +17,7 @@ from textual.widgets import Footer, Input, Static
 
 from ...core.errors import GpuwatchError
 from ...core.wire.view import JobView
-from .top_model import ORDERS, ScreenLine, TopModel, folded
+from .top_model import ORDERS, ScreenLine, TopModel, stack_parts
 
 EVERY_S = 0.5
 _STYLES = {
@@ -174,7 +174,7 @@ class TopApp(App[int]):
         head = [*screen.head, *([ScreenLine(f"the job is over: {self._report}", "warn")] if over else [])]
         table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)
         if self._stacks is not None:
-            table = [ScreenLine(part) for line in self._stacks for part in folded(line, self.size.width - 1)]
+            table = [ScreenLine(part) for line in self._stacks for part in stack_parts(line, self.size.width - 1)]
             title = [ScreenLine("stacks; s: the ranks again", "dim")]
         self.query_one(RankTable).show(table)
         for name, lines in (

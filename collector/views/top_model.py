@@ -344,7 +344,7 @@ def _folded(line: ScreenLine, width: int) -> list[ScreenLine]:
     return [ScreenLine(part, line.look) for part in parts]
 
 
-def folded(text: str, width: int) -> list[str]:
+def stack_parts(text: str, width: int) -> list[str]:
     """A line of the stacks, whose further lines stand below its text."""
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return wrap(shown(text), max(20, width), subsequent_indent=indent) or [""]

@@ -11,12 +11,13 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpuwatch
 import pytest
 import torch
+from gpuwatch.collector.report.model import Verdict
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.tests.worker.conftest import use_late_device
 
@@ -25,15 +26,21 @@ from .drawn import DrawnCause, drawn
 OUTCOMES = ("right", "less", "wrong", "over-sure", "no overflow")
 
 
-def outcome_of(known: DrawnCause) -> tuple[str, str]:
-    """(outcome, what was said)."""
+def verdict_on(train: Callable[[], None]) -> Verdict:
+    """The verdict on a training that `gpuwatch.watch` sees."""
     torch.manual_seed(0)
     watch = gpuwatch.watch()
     with contextlib.suppress(gpuwatch.OverflowDetected), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        known.train()
+        train()
     verdict = watch.verdict()
     watch.remove()
+    return verdict
+
+
+def outcome_of(known: DrawnCause) -> tuple[str, str]:
+    """(outcome, what was said)."""
+    verdict = verdict_on(known.train)
     if verdict.kind != "overflow":
         return "no overflow", verdict.statement
     cause = verdict.cause

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import gpuwatch
 import pytest
-import torch
 
+from .benchmark import verdict_on
 from .scripts import CAUSES, KnownCause
 from .traps import TRAPS
 
@@ -15,15 +12,9 @@ ALL = [*CAUSES, *TRAPS]
 
 
 @pytest.mark.quick(22)
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("known", ALL, ids=[known.name.replace(" ", "-") for known in ALL])
 def test_a_cause_is_named(known: KnownCause):
-    torch.manual_seed(0)
-    watch = gpuwatch.watch()
-    with contextlib.suppress(gpuwatch.OverflowDetected):
-        known.train()
-    verdict = watch.verdict()
-    watch.remove()
+    verdict = verdict_on(known.train)
     assert verdict.kind == "overflow", verdict.statement
     cause = verdict.cause
     assert (cause.kind if cause is not None else "") == known.kind, (verdict.statement, cause)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import PassedTensor, RunPosition
+from ...core.events import MOST_PASSED, MOST_PASSED_ALIKE, PassedTensor, RunPosition
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import HeadField, seal
@@ -33,9 +33,6 @@ from .rows import RowWriter
 from .tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 
 NOT_LOOKED, NOT_FINITE = -1, -2
-_MOST = 512
-_MOST_ALIKE = 32
-"""Events of one operation with one peer in one group, of one size: a metric that is nan leaves room for others."""
 _ENCODINGS = {CODES[dtype]: kind.meta >> 8 & 0xFF for dtype, kind in FLOATS.items()}
 
 
@@ -162,7 +159,7 @@ class PassedValues:
     ) -> None:
         group, operation, number, peer, tag = passing
         key = (operation, group.number, peer, came_out, dtype, elements)
-        if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
+        if self._told[key] >= MOST_PASSED_ALIKE or self._all >= MOST_PASSED:
             return
         element, reduced = closer() if self.summands.is_on or not self._told[key] else NO_LOOK
         self._told[key] += 1
