@@ -31,23 +31,35 @@ class PassedReading:
     """The numbers of tensors that were read together. `about` is the caller's."""
 
     about: Any
-    parts: list[Any] = field(default_factory=list)
-    """Arrays (n, 3) of low, high, meta, in the order of the tensors."""
-    missing: int = 0
-    """How many tensors' numbers are outstanding."""
+    tensors: int = 0
+    """How many they are."""
+    parts: dict[int, Any] = field(default_factory=dict)
+    """Number of its first tensor -> array (n, 3) of low, high, meta."""
     is_lost: bool = False
     """The numbers will not arrive."""
+
+    @property
+    def missing(self) -> int:
+        """How many tensors' numbers are outstanding."""
+        return self.tensors - sum(map(len, self.parts.values()))
 
     @property
     def numbers(self) -> list[tuple[int, int, int]] | None:
         """(low, high, meta) of each tensor; None if they have not arrived."""
         if self.missing or self.is_lost:
             return None
-        return [(int(low), int(high), int(meta)) for part in self.parts for low, high, meta in part]
+        parts = (self.parts[at] for at in sorted(self.parts))
+        return [(int(low), int(high), int(meta)) for part in parts for low, high, meta in part]
+
+    @property
+    def is_bad(self) -> bool:
+        """All numbers have arrived, and some are not finite."""
+        parts = self.parts.values()
+        return not (self.missing or self.is_lost) and any(bool((part[:, 2] & _NOT_FINITE).any()) for part in parts)
 
 
-ReadRows = list[tuple[PassedReading, int, int]]
-"""(reading, its first row, its end)"""
+ReadRows = list[tuple[PassedReading, int, int, int]]
+"""(reading, number of the first of its tensors that are meant, their first row, their end)"""
 
 
 @dataclass(eq=False)
@@ -73,6 +85,8 @@ class PassedReadings:
         self._streams: dict[StreamKey, _StreamRows] = {}
         self.unseen = False
         """A tensor was not read, or its numbers are lost."""
+        self.arrived: list[PassedReading] = []
+        """Readings whose numbers have arrived and are not all finite. Who has dealt with one removes it."""
 
     def read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[PassedReading, list[torch.Tensor]] | None:
         """Start to read. Returns the reading and the tensors that it is of; None if there is nothing to read, or a
@@ -86,10 +100,14 @@ class PassedReadings:
         found = [(each, source) for each in tensors if (source := self._source(each, tensors[0].device)) is not None]
         if not found:
             return None
-        reading = PassedReading(about)
+        reading = PassedReading(about, is_lost=True)  # until all were read: a signal's handler may raise in between
         device = found[0][0].device
-        for first in range(0, len(found), _CAPACITY):
-            self._launch([source for _, source in found[first : first + _CAPACITY]], reading, device)
+        try:
+            for first in range(0, len(found), _CAPACITY):
+                self._launch([source for _, source in found[first : first + _CAPACITY]], reading, device)
+            reading.is_lost = False
+        finally:
+            self.unseen |= reading.is_lost
         return reading, [tensor for tensor, _ in found]
 
     def _source(self, tensor: torch.Tensor, device: torch.device) -> TensorSource | None:
@@ -111,8 +129,8 @@ class PassedReadings:
                 with torch.inference_mode(False):
                     stream.rows = self._driver.rows(fresh_rows(_CAPACITY, device))
             first, stream.used = stream.used, stream.used + len(sources)
-            stream.read.append((reading, first, stream.used))
-            reading.missing += len(sources)
+            stream.read.append((reading, reading.tensors, first, stream.used))
+            reading.tensors += len(sources)
             if len(sources) == 1:
                 self._do("read", sources[0], stream.rows, first, False)
             else:
@@ -134,6 +152,7 @@ class PassedReadings:
         rows, stream.rows = stream.rows, None  # after an error they are not reset, and must not be read into
         read, stream.read = stream.read, []
         count, stream.used = stream.used, 0
+        is_sent = False
         try:
             if len(stream.flying) >= _MOST_FLYING:
                 raise RuntimeError("the device does not deliver its numbers")
@@ -142,50 +161,55 @@ class PassedReadings:
             staging = self._driver.staging(*packed.shape, dtype=packed.dtype)
             self._driver.copy(packed, staging)
             stream.flying.append((self._driver.record(stream.stream), packed, staging, read))
+            is_sent = True
             stream.rows = rows  # `pack` has reset them
         except Exception as error:
-            if from_outside(error):
+            if from_outside(error) or len(stream.flying) < _MOST_FLYING:
                 raise
-            self._lose(read)
-            if len(stream.flying) < _MOST_FLYING:
-                raise
+        finally:
+            if not is_sent:
+                self._lose(read)
 
     def collect(self) -> list[PassedReading]:
-        """The readings whose numbers arrived since the last call and are not all finite, in the order of reading."""
-        return without_modes(self._collect)
+        """`arrived`, in the order of reading, with those whose numbers have come since the last call."""
+        without_modes(self._collect)
+        return self.arrived
 
-    def _collect(self) -> list[PassedReading]:
-        found: list[PassedReading] = []
+    def _collect(self) -> None:
+        """A copy leaves `flying` once all is done for it: what a signal's handler has interrupted is done again."""
         if self._driver.is_capturing():  # a query would break the user's capture
-            return found
+            return
         for key, stream in self._streams.items():
             if not stream.flying:
                 continue
             with self._driver.use(key, stream.stream):
                 try:
-                    while stream.flying and self._driver.query(stream.flying[0][0]):
-                        _, _, staging, read = stream.flying.popleft()
-                        found += self._arrived(staging.numpy(), read)
+                    for copy in tuple(stream.flying):
+                        event, _, staging, read = copy
+                        if not self._driver.query(event):
+                            break
+                        self._note_arrived(staging.numpy(), read)
+                        if stream.flying and stream.flying[0] is copy:
+                            stream.flying.popleft()
                 except Exception as error:  # the device has failed: the user's next call will raise the same error
                     if from_outside(error):
                         raise
                     for *_, read in stream.flying:
                         self._lose(read)
                     stream.flying.clear()
-        return found
 
-    @staticmethod
-    def _arrived(numbers: Any, read: ReadRows) -> list[PassedReading]:
-        for reading, first, end in read:
-            reading.parts.append(numbers[first:end])
-            reading.missing -= end - first
-        if not (numbers[:, 2] & _NOT_FINITE).any() and all(len(reading.parts) == 1 for reading, _, _ in read):
-            return []
-        return [reading for reading, _, _ in read if not reading.missing and _is_bad(reading)]
+    def _note_arrived(self, numbers: Any, read: ReadRows) -> None:
+        for reading, at, first, end in read:
+            reading.parts[at] = numbers[first:end]
+        if not (numbers[:, 2] & _NOT_FINITE).any() and all(len(reading.parts) == 1 for reading, *_ in read):
+            return
+        for reading, *_ in read:
+            if reading.is_bad and reading not in self.arrived:
+                self.arrived.append(reading)
 
     def _lose(self, read: ReadRows) -> None:
         self.unseen = True
-        for reading, _, _ in read:
+        for reading, *_ in read:
             reading.is_lost = True
 
     @property
@@ -204,7 +228,3 @@ class PassedReadings:
                     raise
                 del self._streams[key]
         return not self._streams
-
-
-def _is_bad(reading: PassedReading) -> bool:
-    return any(bool((part[:, 2] & _NOT_FINITE).any()) for part in reading.parts)

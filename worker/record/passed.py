@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -248,8 +249,6 @@ class LatePassed:
     def __post_init__(self) -> None:
         self._groups, self._fields = self._progress.groups, self._progress.fields
         self._failed = False
-        self._held: list[PassedReading] = []
-        """Readings that wait for the numbers of their operation's inputs."""
         self._groups.messages.on_bundle = self._bundle_ended
 
     def send_before(self) -> None:
@@ -354,21 +353,21 @@ class LatePassed:
         return not buffer.passed.outstanding
 
     def _collect(self, readings: PassedReadings) -> None:
-        come = self._held + readings.collect()
-        if readings.unseen:
-            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
-        self._held = []
-        for reading in come:
+        for reading in tuple(readings.collect()):
             about: _LateValues | ClosedMask | None = reading.about
             if about is None:  # an error occurred in between
-                continue
-            if isinstance(about, ClosedMask):
+                readings.unseen = True
+            elif isinstance(about, ClosedMask):
                 self._masks.note(about)
             elif isinstance(about.given, PassedReading) and about.given.missing and not about.given.is_lost:
                 # two streams may deliver an operation's outputs before its inputs: the event needs both
-                self._held.append(reading)
+                continue
             else:
                 self._tell(reading, about)
+            with suppress(ValueError):  # a handler that communicates has dealt with it meanwhile
+                readings.arrived.remove(reading)
+        if readings.unseen:
+            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
 
     def _tell(self, reading: PassedReading, about: _LateValues) -> None:
         numbers = reading.numbers

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.device.passed_readings import PassedReadings
+from gpuwatch.tests.interruptions import all_of, interrupt
+from gpuwatch.worker.device import passed_readings
+from gpuwatch.worker.device.passed_readings import PassedReading, PassedReadings
 from gpuwatch.worker.device.torch_reader import TorchReader
 
 
@@ -24,10 +26,9 @@ def passed(device):
 
 def settled(passed):
     passed.flush()
-    found = []
     while passed.outstanding:
-        found += passed.collect()
-    return found
+        passed.collect()
+    return passed.arrived
 
 
 @pytest.mark.parametrize("number", [1, 2, 256, 600])
@@ -74,3 +75,47 @@ def test_a_device_that_brings_nothing_costs_the_numbers_and_no_more(passed, devi
     assert passed.unseen
     device.held.clear()
     assert settled(passed) == readings[:64]
+
+
+class Interrupts(BaseException):
+    """What a signal's handler raises, as KeyboardInterrupt."""
+
+
+def raises() -> None:
+    raise Interrupts
+
+
+def read_and_collect(passed):
+    for number in range(3):
+        passed.read([torch.full((3,), math.inf if number == 1 else 1.0)], number)
+    passed.flush()
+    passed.collect()
+    passed.read([torch.full((3,), math.nan if number == 5 else 1.0) for number in range(7)], 3)
+    passed.flush()
+    while passed.outstanding:
+        passed.collect()
+
+
+def test_an_exception_loses_no_reading_uncounted(monkeypatch):
+    """An infinity that is neither told nor counted as unseen would let a run look clean."""
+    monkeypatch.setattr(passed_readings, "_CAPACITY", 4)
+    codes = all_of(PassedReadings, PassedReading)
+    for number in range(0, 5000, 3):
+        device, reader = LateDevice(3), TorchReader()
+        passed = PassedReadings(device, lambda method, *given, reader=reader: getattr(reader, method)(*given))
+        was_read = []
+        real = passed.read
+        passed.read = lambda tensors, about, real=real, was_read=was_read: was_read.append(real(tensors, about)[0])
+        try:
+            interrupt(codes, lambda passed=passed: read_and_collect(passed), raises, number)
+        except Interrupts:
+            was_interrupted = True
+        else:
+            was_interrupted = False
+        told = {reading.about for reading in settled(passed)}
+        bad = {reading.about for reading in was_read} & {1, 3}
+        assert told <= {1, 3} and (bad <= told or passed.unseen), (number, bad, told)
+        assert len(passed.arrived) == len(told)
+        if not was_interrupted:
+            break
+    assert number > 50
