@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -364,7 +363,7 @@ class LatePassed:
                 continue
             else:
                 self._tell(reading, about)
-            with suppress(ValueError):  # a handler that communicates has dealt with it meanwhile
+            if reading in readings.arrived:  # else a handler that communicates has dealt with it meanwhile
                 readings.arrived.remove(reading)
         if readings.unseen:
             self._fields[HeadField.PASSED_UNSEEN] = seal(1)
