@@ -46,6 +46,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return sampling.header(config)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return sampling.is_left_out(config, collection_path) or None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     once_more.keep_only(config, items)

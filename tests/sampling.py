@@ -6,19 +6,23 @@
 `sample(3, turns=True)`: another seed draws them, `--turn`, which CI takes from the commit: in time all take their turn.
 `--minutes 10`: in an order that `--turn` draws, those that can begin within ten minutes. CI takes as long on a slow
 machine as on a fast one, and in time all take their turn. The end says how many did not begin.
+A file whose `pytestmark` has a mark that -m excludes is not imported: transformers alone takes seconds.
 `comes_first`: before the others, with --minutes and among the members of a family: one of each kind of run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+_OF_THE_FILE = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
 Families = dict[str, tuple[int, list[pytest.Item]]]
 
 
@@ -31,6 +35,15 @@ def add_options(parser: pytest.Parser) -> None:
         "--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test, drawn by --turn"
     )
     group.addoption("--minutes", type=float, metavar="N", help="begin no test later, and take them in a drawn order")
+
+
+def is_left_out(config: pytest.Config, file: Path) -> bool:
+    """Whether each test of a file has a mark that -m excludes by `not MARK`."""
+    excluded = re.findall(r"\bnot (\w+)", config.getoption("markexpr"))
+    if not excluded or file.suffix != ".py":
+        return False
+    of_the_file = _OF_THE_FILE.search(file.read_text(errors="replace"))
+    return bool(of_the_file and re.search(rf"\bmark\.(?:{'|'.join(excluded)})\b", of_the_file[0]))
 
 
 def header(config: pytest.Config) -> str:

@@ -50,6 +50,9 @@ class Drawn:
         sampling.take_sample(config, items)
         sampling.limit_time(config, items)
 
+    def pytest_ignore_collect(self, collection_path, config):
+        return sampling.is_left_out(config, collection_path) or None
+
     def pytest_collection_finish(self, session):
         self.names = [item.name for item in session.items]
 
@@ -107,6 +110,21 @@ def test_a_file_has_so_many_quick_ones_and_the_others_are_slow(chosen):
 
     assert len(quick) == 3 and functions(quick).count("test_mostly_slow") <= 2 and "test_alone" not in quick
     assert len(slow) == 9 + 1 + 4 - 3 and not set(quick) & set(slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"), [("one", "pytest.mark.slow"), ("two", "[pytest.mark.skip,\n    pytest.mark.slow]")]
+)
+def test_a_file_of_slow_tests_is_imported_only_for_slow_ones(chosen, tmp_path, name, marks):
+    slow = tmp_path / f"test_{name}.py"
+    slow.write_text(f"import pytest\npytestmark = {marks}\nraise RuntimeError('imported')\n")
+
+    assert len(chosen("-m", "not slow", file="")) == 2 + 3
+    with pytest.raises(AssertionError):
+        chosen("-m", "slow", file="")
+    slow.unlink()
+    (tmp_path / f"test_also_{name}.py").write_text(f"import pytest\npytestmark = {marks}\ndef test_it(): pass\n")
+    assert "test_it" in chosen("-m", "slow", file="") and "test_it" in chosen(file="")
 
 
 def test_a_sample_has_every_kind_and_so_many_of_it_as_its_mark_says(chosen):

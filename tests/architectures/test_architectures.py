@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 from models import ARCHITECTURES
 from trial import attempt, attempt_compiled
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -26,7 +28,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what the library warns of is not ours to mend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -40,7 +41,6 @@ def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, d
     assert len(result.right) + len(result.listed) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "architecture",
@@ -58,7 +58,6 @@ def test_its_faults_are_named_where_the_numbers_come_late(architecture, monkeypa
     assert len(result.right) + len(result.listed) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a late device"])
 @pytest.mark.parametrize(
