@@ -53,6 +53,9 @@ def expect_script(args: argparse.Namespace) -> None:
         hint = f"; did you mean {quote(str(scripts[0]))}?" if len(scripts) == 1 else ""
         found = f"the folder {args.training_script!r}, which has no __main__.py"
         raise UsageError(Code.NO_SCRIPT, f"{_MUST}, found {found}{hint}")
+    if script.suffix == ".json":  # Python runs some of it without a word
+        found = f"the JSON file {args.training_script!r}; to show a report: gpuwatch report {quote(str(script))}"
+        raise UsageError(Code.NO_SCRIPT, f"expected a Python script, found {found}")
     if shell := _shell_of(script):
         runs = quote(str(script)) if os.sep in args.training_script else f"./{quote(str(script))}"
         if not os.access(script, os.X_OK) or not _first_line(script).startswith("#!"):

@@ -89,7 +89,13 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def _is_row_pattern(text: str) -> bool:
     module, colon, role = text.partition(":")
-    return bool(module.strip() and (not colon or role.strip()))
+    return _is_name_pattern(module) and (not colon or bool(role.strip()))
+
+
+def _is_name_pattern(text: str) -> bool:
+    """A bracket without its end would only match a bracket, which no module's name has."""
+    _, bracket, rest = text.partition("[")
+    return bool(text.strip()) and (not bracket or "]" in rest)
 
 
 def is_port(text: str) -> bool:
@@ -148,7 +154,7 @@ telemetry = _form(
     parse_seconds,
 )
 watched = _form(f"some of {','.join(get_args(Watched))}", lambda text: {*_parts(text)} <= {*get_args(Watched)}, _parts)
-module_pattern = _form("a module's name or a pattern such as 'encoder.*'", str.strip, str)
+module_pattern = _form("a module's name or a pattern such as 'encoder.*'", _is_name_pattern, str)
 row_pattern = _form("MODULE or MODULE:ROLE, such as 'mask.*:output'", _is_row_pattern, str)
 run_name = _form("a name of letters, digits, '.', '-' and '_'", _NAME.fullmatch, str)
 port = _form("a port from 1 to 65535", is_port, int)

@@ -21,7 +21,7 @@ from .overflow_words import is_of_no_module
 
 _WHOLE_BATCHES = "To see whole batches: gpuwatch launch --trace-batches"
 _GO_ON = "; to keep training past it: --on-overflow continue"
-_NO_STEP = "No optimizer step has run yet: "
+_NO_STEP = "No optimizer step was seen before it: "
 _FLOAT16 = (
     "float16 holds at most 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 )
@@ -149,8 +149,9 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.source == "weight":
         return _step_for_weight(first, clues)
     if first.step == 0 and first.phase == FramePhase.FORWARD:
-        what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
-        return _NO_STEP + f"look at the initialisation of {what}."
+        weights = f"the {clues.large}" if clues.large else "the weights"
+        scale = "" if clues.large else ", and at the scale of the inputs"
+        return _NO_STEP + f"look at the initialisation of {weights}, or at the checkpoint{scale}."
     if clues.operation is not None:
         return _step_for_operands(clues.operation)
     before = (

@@ -58,6 +58,8 @@ launch --node-rank 5 --nnodes 2 --master-addr localhost train.py
 launch --explain maybe train.py
 launch --sync=yes train.py
 launch s.sh
+launch r.json
+launch --ignore [ train.py
 launch adir
 launch -m nosuch.module
 launch -m train.py

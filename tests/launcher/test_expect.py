@@ -62,6 +62,13 @@ def test_a_shell_script_is_told_how_to_be_run(text, mode, runs):
     )
 
 
+def test_a_report_is_no_script():
+    write("my report.json", "{}")
+    assert refused("my report.json").endswith(
+        "found the JSON file 'my report.json'; to show a report: gpuwatch report 'my report.json'"
+    )
+
+
 @pytest.mark.parametrize(("name", "text"), [("s.sh", "print(1)\n"), ("train", POLYGLOT), ("x.py", "this is no Python")])
 def test_what_python_runs_or_fails_at_itself_is_left_to_it(name, text):
     write(name, text)

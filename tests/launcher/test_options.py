@@ -247,6 +247,8 @@ def test_what_follows_the_script_is_the_scripts():
         ("--ignore", ""),
         ("--ignore", ":output"),
         ("--ignore", "fc:"),
+        ("--ignore", "layers[3:output"),
+        ("--modules", "["),
         ("--near-overflow", "-1"),
         ("--near-overflow", "65"),
         ("--near-overflow", "nan"),

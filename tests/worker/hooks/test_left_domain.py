@@ -14,7 +14,10 @@ OUTSIDE = "An input was outside of the operation's domain ({})"
 DOMAIN = OUTSIDE + ": look at what makes it, and clamp it or add an eps."
 INTERVAL = OUTSIDE + ": keep it inside of the open interval from -1 to 1: clamp it to 1 - eps."
 HALF = " In float16 a number below 3e-8 is 0."
-GROWTH = "No optimizer step has run yet: look at the initialisation of the weights, and at the scale of the inputs."
+GROWTH = (
+    "No optimizer step was seen before it: look at the initialisation of the weights, or at the checkpoint, and at the "
+    "scale of the inputs."
+)
 FLOAT16 = "Compute this part in bfloat16 or float32 (tried: finite)"
 
 
