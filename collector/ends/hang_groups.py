@@ -62,8 +62,8 @@ def absent(
             statement += f" Or rank {waiting[0]} has issued one collective too many{f', at {line}' if line else ''}."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
-        statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
-        statement += f" It {'was' if ended else 'is'} {what}." if one and what else ""
+        who_is = f"{who.capitalize()} {'was' if ended else 'is'} {what}. It" if one and what else who.capitalize()
+        statement = f"{who_is} never reached {where}, in which {who_waits(waiting, waited)}."
         now = f"Look at the line where {who} {'is' if one else 'are'}; the stacks are below."
         next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED

@@ -15,7 +15,7 @@ from ...core.recorder.layout import EARLIER_GROUPS
 from ...core.recorder.stalls import is_users
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
-from ..facts.words import doing
+from ..facts.words import OUTSIDE, doing
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,13 @@ class RankPosition:
 
     @property
     def what(self) -> str:
-        """What it does, in words; "" if that is unknown."""
+        """What it does, in words, the line first; "" if that is unknown."""
         if self.operation:
             return f"in {self.operation}"
         if self.kind == "stopped":
             return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {self.doing}"
-        return self.doing + (f", at {self.line}" if self.line else "")
+        at, _, code = self.line.partition(": ")
+        return f"at {at}, {self.doing.removeprefix(OUTSIDE)}: {code}" if code else self.doing
 
 
 def is_pending(groups: Iterable[GroupState]) -> bool:

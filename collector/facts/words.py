@@ -46,6 +46,9 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
     return found
 
 
+OUTSIDE = "outside of a forward, "
+
+
 def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
     """Where a rank was when it ended, or when it was asked for its position. `error`: what its script raised."""
     batch = seen.where.batch
@@ -55,7 +58,7 @@ def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
     if seen.phase in ("backward", "optimizer"):
         return f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
     if seen.phase == "script":
-        return f"outside of a forward, after batch {batch}" if batch >= 0 else "before its first batch"
+        return f"{OUTSIDE}after batch {batch}" if batch >= 0 else "before its first batch"
     last = f" (its last batch: {batch})" if batch >= 0 else ""
     return {
         "preflight": "in the preflight",

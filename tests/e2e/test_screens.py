@@ -25,7 +25,7 @@ HANG = ("--hang-timeout", "8", "--on-hang", "abort")
         ("forward", (), "overflow, established", "Rank 1 on ", "more: --rank 1"),
         ("raise", (), "crash, established", "/data/00017.tar is empty", "Traceback (most recent call last):"),
         ("kill", ("--telemetry", "1"), "lost, established", "was killed by SIGKILL", "resident memory of rank 1"),
-        ("loop", HANG, "hang, supported", "Rank 1 never reached", "Stack of rank 1, innermost call last"),
+        ("loop", HANG, "hang, supported", "Rank 1 is at faults.py:", "Stack of rank 1, innermost call last"),
     ],
 )
 def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, shows, columns, lines):

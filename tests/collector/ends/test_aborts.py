@@ -83,8 +83,8 @@ def test_who_was_waited_for_is_named_and_not_who_waited(make, main, operation, s
 
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
     assert verdict.statement == (
-        f"Rank 1 never reached {operation}, in which rank 0 waited for 600 s, until SIGABRT ended it. It was outside "
-        "of a forward, after batch 3, at train.py:12 in slow_eval: time.sleep(40)."
+        "Rank 1 was at train.py:12 in slow_eval, after batch 3: time.sleep(40). "
+        f"It never reached {operation}, in which rank 0 waited for 600 s, until SIGABRT ended it."
     )
     assert [one.rank for one in verdict.cascade] == [0]
 
@@ -184,8 +184,8 @@ def test_a_job_that_is_ended_tells_for_whom_it_had_stood_still(make):
     assert (verdict.kind, verdict.rank) == ("interrupted", None)
     assert verdict.statement == (
         "The run was ended from outside by SIGTERM; no overflow had been seen. It had stood still for 90 s. Rank 1 "
-        "never reached the backward's reduction of gradients, in which rank 0 waited for 90 s. It was outside of a "
-        "forward, after batch 3, at train.py:12 in slow_eval: time.sleep(40)."
+        "was at train.py:12 in slow_eval, after batch 3: time.sleep(40). "
+        "It never reached the backward's reduction of gradients, in which rank 0 waited for 90 s."
     )
     assert verdict.next == ["Look at what rank 1 did then."]
 
@@ -198,7 +198,7 @@ def test_a_rank_that_ctrl_c_has_reached_shows_where_it_was(make):
     verdict = verdict_of(make, waits, away, signal=2)
 
     assert verdict.kind == "interrupted"
-    assert "It had stood still for 90 s. Rank 1 never reached" in verdict.statement
+    assert "It had stood still for 90 s. Rank 1 was at train.py:12 in slow_eval, after" in verdict.statement
     assert "at train.py:12 in slow_eval" in verdict.statement
 
 
@@ -250,8 +250,8 @@ def test_a_rank_that_did_not_come_to_init_is_named(make):
 
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
     assert verdict.statement == (
-        "Rank 1 never reached init_process_group, in which ranks 0, 2 waited until their time was over. It was before "
-        "its first batch, at train.py:12 in slow_eval: time.sleep(40)."
+        "Rank 1 was at train.py:12 in slow_eval, before its first batch: time.sleep(40). "
+        "It never reached init_process_group, in which ranks 0, 2 waited until their time was over."
     )
 
 

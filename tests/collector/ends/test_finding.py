@@ -59,8 +59,8 @@ def test_the_only_rank_that_is_elsewhere_did_not_come():
 
     assert (found.rank, found.certainty, found.others) == (1, "established", [])
     assert found.statement == (
-        "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s. "
-        "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
+        "Rank 1 is at data.py:7 in load, after batch 4: time.sleep(1). "
+        "It never reached all_reduce, in which ranks 0, 2 have waited for 300 s."
     )
     assert found.evidence == [
         "ranks 0, 2 wait in all_reduce: train.py:41 in step: dist.all_reduce(loss)",
@@ -102,14 +102,14 @@ def test_a_backward_that_computes_does_not_wait():
     found = find(look(0, IN_ALL_REDUCE), look(1, IN_BACKWARD, busy=0.98, phase="backward"))
 
     assert (found.rank, found.certainty) == (1, "established")
-    assert "It is in the backward of batch 4" in found.statement
+    assert "Rank 1 is at train.py:40 in step, in the backward of batch 4: loss.backward()." in found.statement
 
 
 def test_a_stopped_rank_is_told_as_stopped():
     found = find(look(0, IN_ALL_REDUCE), look(1, [], state="T"))
 
     assert (found.rank, found.certainty) == (1, "established")
-    assert "It is stopped (by SIGSTOP, Ctrl-Z or a debugger)" in found.statement
+    assert "Rank 1 is stopped (by SIGSTOP, Ctrl-Z or a debugger)" in found.statement
 
 
 def test_all_ranks_stopped_is_somebody_at_work():
@@ -142,7 +142,7 @@ def test_the_last_living_rank_that_stands_still_is_named_and_may_be_ended():
     assert (found.rank, found.certainty, found.may_end, found.outlook.kind) == (1, "established", True, "may go on")
     assert found.statement == (
         "Rank 1 has not moved for 300 s, and all other ranks have ended. "
-        "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
+        "It is at data.py:7 in load, after batch 4: time.sleep(1)."
     )
 
 
@@ -215,7 +215,7 @@ def test_a_pipelines_wait_is_for_a_send_or_a_receive():
     groups = [GroupState("0", "0-1", 2, 0, 0, "waiting", -31, 300.0, [last])]
     found = find(look(0, IN_WAIT, groups=groups), look(1, LOADING))
     assert (found.rank, found.certainty) == (1, "established")
-    assert "Rank 1 never reached a send or a receive, in which rank 0 has waited" in found.statement
+    assert "It never reached a send or a receive, in which rank 0 has waited" in found.statement
     found = find(look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE), look(2, IN_WAIT, groups=groups))
     assert (found.rank, found.certainty) == (None, "unknown")
 
@@ -372,7 +372,7 @@ def test_a_device_says_in_which_collective_its_host_waits(line, state, busy):
     found = find(*waits, look(1, LOADING, groups=[done()]))
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
-    assert found.statement.startswith("Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
+    assert found.statement.endswith("It never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
     assert found.evidence[0].startswith("ranks 0, 2 wait in a call that waits for the device: train.py:44")
     assert (found.outlook.kind, found.outlook.free) == ("may go on", [1])
 
@@ -441,7 +441,7 @@ def test_a_device_stands_at_the_first_collective_that_a_member_never_began(other
     found = find(*waits, look(1, LOADING, groups=[given(8)]))
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
-    assert found.statement.startswith("Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
+    assert found.statement.endswith("It never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
     assert found.evidence[-1].startswith("ranks 0, 2 have begun collective 9 and not finished it: all_reduce")
     assert found.outlook.free == [1]
 

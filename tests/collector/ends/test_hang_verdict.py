@@ -187,8 +187,8 @@ def test_a_timeout_in_ddps_reduction_names_who_did_not_come(verdict_of, others):
 
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "supported")
     assert verdict.statement == (
-        "Rank 1 never reached the backward's reduction of gradients, in which ranks 0, 2 waited until the group's "
-        "timeout. It was outside of a forward, after batch 4."
+        "Rank 1 was outside of a forward, after batch 4. "
+        "It never reached the backward's reduction of gradients, in which ranks 0, 2 waited until the group's timeout."
     )
     assert (verdict.phase, verdict.step, verdict.batch) == ("script", 4, 4)
 

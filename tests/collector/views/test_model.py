@@ -105,8 +105,8 @@ def test_the_rank_of_a_hang_is_waited_for_whatever_was_counted_until_a_rank_move
 
 
 HANG = (
-    "Rank 1 never reached the backward's reduction of gradients, in which rank 0 has waited for 41 s. It is outside of "
-    "a forward, after batch 24, at ddp.py:13 in <module>: time.sleep(1000)."
+    "Rank 1 is at ddp.py:13 in <module>, after batch 24: time.sleep(1000). It never reached the backward's reduction "
+    "of gradients, in which rank 0 has waited for 41 s."
 )
 
 

@@ -50,8 +50,8 @@ def test_a_host_that_spins_waits_for_its_device(tmp_path):
 @pytest.mark.parametrize(
     ("other", "on_hang", "certainty", "words"),
     [
-        ("sleep", "abort", "established", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
-        ("stop", "auto", STOPPED, "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
+        ("sleep", "abort", "established", "It never reached all_reduce, in which ranks 0, 2 have waited"),
+        ("stop", "auto", STOPPED, "It never reached all_reduce, in which ranks 0, 2 have waited"),
         ("order", "abort", "supported", "ranks 0, 2 wait in all_reduce; rank 1 waits in all_reduce of group 1"),
     ],
 )
@@ -77,7 +77,7 @@ def test_over_nccl2_which_records_nothing_the_ranks_own_tables_show_it(tmp_path,
     code, verdict, said = hang(tmp_path, way, "sleep", on_hang="abort", TORCH_DIST_USE_NCCL2="1")
 
     assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
-    assert "Rank 1 never reached all_" in verdict["statement"]
+    assert "It never reached all_" in verdict["statement"]
     assert code == 5
 
 
