@@ -114,6 +114,7 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         gpu.use if gpu is not None else -1.0,
         gpu.memory if gpu is not None else -1.0,
         stopped,
+        state.loss,
     )
 
 

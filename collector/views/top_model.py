@@ -99,7 +99,11 @@ class TopModel:
         view = self._views[-1]
         rates = self._rates()
         behind = behind_of(view)
-        columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
+        columns = _columns(
+            width,
+            has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks),
+            has_loss=any(rank.loss != -1 for rank in view.ranks),
+        )
         ranks = [rank for rank in view.ranks if self._is_wanted(rank.rank, rank.host, rank.phase, rank.module)]
         if self.order == "trouble":
             ranks = sorted(ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
@@ -247,15 +251,17 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f}" if share >= 0 else ""
 
 
+_LOSS = "loss"
+"""A column where a rank has one: a rank of a pipeline may have none."""
 _FULL_BAR = 16.0
 """Powers of two below its limit at which a module's bar is empty."""
 _WIDTHS = {
-    **{"rank": 5, "host": -14, "phase": -10, "step": 8, "batch": 8, "/s": 6},
+    **{"rank": 5, "host": -14, "phase": -10, "step": 8, "batch": 8, "/s": 6, _LOSS: 8},
     **{"gpu%": 4, "mem%": 4, "still": 6, "warned": 6},
 }
 """Columns of a rank's line; below 0 a text begins at the left."""
 _OF_GPUS = {"gpu%", "mem%"}
-_FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s")
+_FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s", _LOSS)
 """Columns that a narrow terminal drops, in this order, to leave room for the module and the remark about the rank."""
 _ROOM = 24
 
@@ -265,9 +271,10 @@ _WIDE = 120
 _BAR = len("██████░░  75 %")
 
 
-def _columns(width: int, *, has_gpus: bool) -> dict[str, int]:
+def _columns(width: int, *, has_gpus: bool, has_loss: bool) -> dict[str, int]:
     """Name -> width, of the columns that have room."""
-    left = {name: size for name, size in _WIDTHS.items() if has_gpus or name not in _OF_GPUS}
+    without = (set() if has_gpus else _OF_GPUS) | (set() if has_loss else {_LOSS})
+    left = {name: size for name, size in _WIDTHS.items() if name not in without}
     if width >= _WIDE:
         left |= dict.fromkeys(_OF_GPUS & left.keys(), -_BAR)
     for name in _FIRST_TO_GO:
@@ -296,6 +303,7 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: dic
         "step": _count(rank.step),
         "batch": _count(rank.batch),
         "/s": f"{rate:.3g}" if rate is not None and not rank.ended else "",
+        _LOSS: f"{rank.loss:.3g}" if rank.loss != -1 else "",
         "gpu%": share(rank.gpu_use),
         "mem%": share(rank.gpu_memory),
         "still": still,

@@ -114,8 +114,17 @@ def unpack(history: RankHistoryMessage) -> Any:
     if len(data) != size:
         raise ValueError(f"a history of {size} bytes that has {len(data)}")
     codes = numpy.frombuffer(data, "<u2").reshape(batches, columns)
-    numbers = (codes.astype(numpy.uint32) << 16).view(numpy.float32)
+    numbers = _numbers(codes)
     return numpy.where(codes == ABSENT, numpy.float32(NO_NUMBER), numbers)
+
+
+def number_of(code: Any) -> float:
+    """One code, which is not ABSENT, as a number."""
+    return float(_numbers(numpy.asarray([code]))[0])
+
+
+def _numbers(codes: Any) -> Any:
+    return (codes.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
 def _unpacked(data: bytes, most: int, what: str) -> tuple[bytes, bool]:

@@ -251,6 +251,8 @@ class RankState(msgspec.Struct, frozen=True):
     """Process id of a child process of it that has called a module and was not watched; 0: there was none."""
     rows_interrupted: int = 0
     """Rows that were being read on a device when a signal's handler raised."""
+    loss: float = -1.0
+    """The absolute value of the loss of the newest batch that its agent has read, to 8 bits; -1: none."""
 
     @property
     def rows_gone(self) -> int:

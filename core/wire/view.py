@@ -55,6 +55,8 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     """Share of its GPU's memory that is in use; -1: not known."""
     stopped: bool = False
     """Its launcher has ended it, once another rank had failed."""
+    loss: float = -1.0
+    """As in RankState."""
 
 
 class NodeView(msgspec.Struct, frozen=True):

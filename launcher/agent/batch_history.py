@@ -22,7 +22,7 @@ from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
-from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_starts, pack_steps
+from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, number_of, pack, pack_starts, pack_steps
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 from .step_pages import StepPages
@@ -93,6 +93,9 @@ class RankHistory:
         self._modules: dict[int, ModuleDef] = {}
         self._module_of: dict[int, int] = {}
         """Slot -> module."""
+        self._loss_columns: set[int] = set()
+        self.loss = -1.0
+        """The absolute value of the loss of the newest batch that was read, to 8 bits; -1: none."""
         self._forecasts: dict[int, RootForecasts] = {}
         """By root."""
         self._told: list[LimitForecast] = []
@@ -112,6 +115,9 @@ class RankHistory:
                 self._modules[entry.id] = entry
             elif isinstance(entry, SlotDef):
                 self._module_of[entry.id] = entry.module
+                module = self._modules.get(entry.module)
+                if module is not None and module.name == LOSS_MODULE and entry.id in self._slots.slots:
+                    self._loss_columns.add(self._slots.slots.index(entry.id))
 
     def read(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
@@ -172,6 +178,7 @@ class RankHistory:
         rows = self._rows.setdefault(page.root, [])
         row = BatchRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
         rows.append(row)
+        self._read_loss(row)
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
@@ -180,6 +187,12 @@ class RankHistory:
             self._told += [found for each in told if (found := self._forecast(*each, page)) is not None]
         except Exception as error:  # it decides nothing, and costs the history nothing
             self.forecast_error = self.forecast_error or error
+
+    def _read_loss(self, row: BatchRow) -> None:
+        for column in self._loss_columns:
+            at = int(numpy.searchsorted(row.columns, column))
+            if at < len(row.columns) and row.columns[at] == column:
+                self.loss = number_of(row.codes[at])
 
     def _forecast(self, column: int, passing: LimitCrossing, page: PageMessage) -> LimitForecast | None:
         module = self._module(column)

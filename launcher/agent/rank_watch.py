@@ -252,7 +252,8 @@ class RankWatch:
         state = self._read(RecorderReader.state, None)
         if state is None:
             return None
-        state = replace(state, steps_timed=timed, parts_us=parts_us, traces_thinned=self._pages.thinned)
+        loss, thinned = self._history.loss, self._pages.thinned
+        state = replace(state, steps_timed=timed, parts_us=parts_us, traces_thinned=thinned, loss=loss)
         groups = self.groups() if state.age_s >= RESTS_S else []
         if not groups:
             return state

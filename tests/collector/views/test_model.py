@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from gpuwatch.collector.report.sentence_parts import elapsed_text
 from gpuwatch.collector.views.snapshot import behind_of
@@ -38,13 +40,21 @@ def test_the_screen_of_a_healthy_job(picture):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-@pytest.mark.parametrize("use", [-1.0, 0.5])
-def test_what_is_to_be_said_of_a_rank_has_room_in_a_narrow_terminal(picture, width, use):
-    view = picture.view([picture.rank(0, overflow=True, gpu_use=use, gpu_memory=use)])
+@pytest.mark.parametrize(("use", "loss"), [(-1.0, -1.0), (0.5, -1.0), (0.5, 2.25)])
+def test_what_is_to_be_said_of_a_rank_has_room_in_a_narrow_terminal(picture, width, use, loss):
+    view = picture.view([picture.rank(0, overflow=True, gpu_use=use, gpu_memory=use, loss=loss)])
     screen = seen(view, width=width)
     assert screen.ranks[0].text.endswith("OVERFLOW net.fc1")
     assert {"rank", "phase", "batch", "still", "in"} <= set(screen.ranks_title.text.split())
     assert ("gpu%" in screen.ranks_title.text) == (use >= 0)
+
+
+def test_each_rank_shows_its_loss_where_any_has_one(picture):
+    losses = [2.34375, math.nan, 0.0, 6.6e-05, 1.2e38]
+    screen = seen(picture.view([*(picture.rank(n, loss=loss) for n, loss in enumerate(losses)), picture.rank(5)]))
+    end = screen.ranks_title.text.index(" loss") + 5
+    assert [line.text[end - 8 : end].strip() for line in screen.ranks] == ["2.34", "nan", "0", "6.6e-05", "1.2e+38", ""]
+    assert "loss" not in seen(picture.view([picture.rank(0)])).ranks_title.text
 
 
 def test_with_gpus_each_rank_shows_its_own(picture):

@@ -247,10 +247,12 @@ def test_a_history_that_cannot_be_sent_is_told_when_the_rank_ends(writer, watch,
 def test_the_loss_of_each_batch_is_in_it_and_is_no_module_near_a_limit(writer, reader):
     kept = RankHistory(clock=lambda: 0.0)
     kept.define([*NAMES, *LOSS])
+    assert kept.loss == -1.0
     for number in range(40):
         with_loss(writer, number, 1.0, 2.0 ** (3 * number))
         kept.read(reader, reader.header(), number)
     kept.finish(reader)
+    assert kept.loss == 2.0 ** (3 * 39)
     (found,) = kept.messages(0, 0)
     assert found.slots == [0, 1]
     assert unpack(found)[:, 1].tolist() == [2.0 ** (3 * number) for number in range(40)]
