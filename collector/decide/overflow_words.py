@@ -189,7 +189,10 @@ def _own_code_of(name: str) -> str:
 
 
 def operation_lines(ran: SecondRun | None, operation: BadOperation | None, phase: str | None = None) -> list[str]:
-    """What a second run of a forward, or of it and its backward, has found, or why it has not: `scores = q @ k, model.py:87, aten.mm: ...`."""
+    """What a second run has found, or why it has not: `scores = q @ k, model.py:87, aten.mm: ...`.
+
+    `phase`: that of the diagnosis.
+    """
     if ran is None:
         return []
     if operation is None:
