@@ -31,6 +31,8 @@ class KeptCall:
     versions: list[int] = field(default_factory=list)
     random: RandomNumbers | None = None
     """Those that it got; None: unknown."""
+    refusal: str = ""
+    """Why it may not run again, as far as that was known when it returned: a clause."""
     method: str = "forward"
     """What ran: Lightning calls `training_step` through its module's `forward`."""
 

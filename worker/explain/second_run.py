@@ -212,7 +212,7 @@ class SecondRuns:
             leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
-            kept.method = self._method[1]
+            kept.method, kept.refusal = self._method[1], _refusal_by_modes()
             self._roots_kept[info.root.id] = kept
 
     def _has_issued(self, info: ModuleInfo) -> bool:
@@ -397,6 +397,8 @@ def _refusal(call: KeptCall, run: nn.Module) -> str:
     """Why a call may not run again, as a clause; "" if it may."""
     if call.method != "forward" and not getattr(run, "automatic_optimization", True):
         return f"`{call.method}` runs backward and optimizer itself, and so does not run again"
+    if call.refusal:
+        return call.refusal
     if call.issued:
         return "collectives ran within the call; with --sync a part of it without collectives may run again"
     return ""
