@@ -44,7 +44,10 @@ def test_the_line(watch: Callable[..., Watched], request: pytest.FixtureRequest,
     found = ran.operation
     assert found is not None, ran.unknown
     assert (found.file, found.line) == (str(FILE), line_of(fault)), found
-    assert watched.verdict().operation == found
+    verdict = watched.verdict()
+    assert verdict.operation == found
+    cause = verdict.cause
+    assert cause is None or (cause.certainty, cause.kind in ("domain", "precision")) == ("established", True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,8 @@ class BackwardTarget(NamedTuple):
 
     module: nn.Module
     row: Row
-    places: torch.Tensor
-    """As `places_of` gives them."""
+    places: torch.Tensor | None
+    """As `places_of` gives them. None: its numbers came when it was gone, and the gradients of parameters decide."""
     given: dict[int, torch.Tensor]
     """Place of an output of the root -> the gradient that it was given."""
     returned: list[Row]
@@ -57,8 +57,10 @@ class BackwardTarget(NamedTuple):
         role = parse_role(self.row.role)
         return self.module._parameters.get(role.name) if role.kind is RoleKind.GRAD_WEIGHT else None
 
-    def is_like(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient of the second run holds the same bad values at the same places."""
+    def is_like(self, gradient: torch.Tensor, flags: int) -> bool:
+        """Whether a gradient of the second run holds the same bad values, and at the same places if those are known."""
+        if self.places is None:
+            return ForwardTarget(self.module, self.row).is_like(gradient, flags)
         return gradient.shape == self.places.shape and torch.equal(places_of(gradient), self.places)
 
 
@@ -74,6 +76,8 @@ class BackwardThread(ForwardThread):
         super().__init__(module, method, ForwardTarget(target.module, target.row), args, kwargs, watch)
         self._gradient = target
         self._has_looked = False
+        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(parameter, its gradient) of all that have one."""
 
     def _call(self) -> None:
         target, inputs, drawn = self._gradient, [], _drawn()
@@ -108,6 +112,7 @@ class BackwardThread(ForwardThread):
         finally:
             if hook is not None:
                 hook.remove()
+        self.made = [(each, made) for each, made in zip(inputs, found, strict=True) if made is not None]
         if parameter is not None and found[0] is not None:
             self._compare(found[0])
 
@@ -135,7 +140,7 @@ class BackwardThread(ForwardThread):
         if self._has_looked or not flags:
             return
         self._has_looked = True
-        self.reached = without_modes(self._gradient.is_like, gradient)
+        self.reached = without_modes(self._gradient.is_like, gradient, flags)
         self.operation = _operation_of(origin) if self.reached else None
 
 

@@ -42,6 +42,7 @@ from .operation_watch import OperationWatch
 T = TypeVar("T")
 _COPY_SLICES = "torch::autograd::CopySlices"
 _GONE = "the gradient that raised the alarm was gone when that was known"
+_NOT_AGAIN = "a second run of the forward and its backward did not make it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,6 @@ class SecondBackward:
             return "its module was gone"
         if self._is_sharded(self._frames.roots.infos[bad.page.root]):
             return "its model is sharded"
-        if gradient is None:
-            return _GONE
         graphs = [each for each in self._gradients.graphs.of(bad.page.number) if each.within is None]
         if len(graphs) != 1:
             return "the graph of its backward was gone"
@@ -120,9 +119,10 @@ class SecondBackward:
             return why
         if any(bool(places_of(each).any()) for each in given.values()):
             return "the gradient that an output of the model was given was not finite"
+        places = places_of(gradient) if gradient is not None else None
         frames = (each for each in self._own.frames(bad.page) if each.phase == FramePhase.FORWARD)
         returned: list[Row] = next((each.outputs for each in frames if each.parent is None and each.outputs), [])
-        self._target = BackwardTarget(unwrap(named), bad.row, places_of(gradient), given, returned)
+        self._target = BackwardTarget(unwrap(named), bad.row, places, given, returned)
         run = unwrap(root)
         self._versions = [(each, version_of(each)) for each in (*run.parameters(), *run.buffers())]
         return ""
@@ -170,10 +170,23 @@ class SecondBackward:
         if watch.changed or watch.has_changed(_tensors(inputs)):
             why = why or "its call changes an input or a buffer in place"
         if not why and not thread.reached:
-            why = "a second run of the forward and its backward did not make it again"
+            why = _NOT_AGAIN
+        if not why and target.places is None:
+            why = without_modes(_unlike, thread.made)
         if not why and thread.operation is None:
             why = "no operation that torch dispatches in the model's code made it"
         return BackwardResult(None if why else thread.operation, why)
+
+
+def _unlike(made: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """Why the gradients of parameters show another backward than the first, as a clause; "" if they show the same.
+
+    That is so if they are bad at the same places, and at one at least. A clip of the script's spreads nan further.
+    """
+    found = [(places_of(parameter.grad), places_of(again)) for parameter, again in made if parameter.grad is not None]
+    if not any(bool(first.any()) for first, _ in found):
+        return _GONE
+    return "" if all(torch.equal(first, again) for first, again in found) else _NOT_AGAIN
 
 
 def _has_global_hooks() -> bool:
