@@ -7,6 +7,8 @@ where they can; else the batches before and the other ranks support one of them.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...core.events import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
@@ -15,6 +17,7 @@ from ..report.model import OverflowCause
 from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loss
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples
+from .derivative_rules import INSIDE
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
 from .training_cause import growing, of_copy, of_growth, of_start, of_training
@@ -55,8 +58,15 @@ def _of_backward(clues: CauseClues, domain: str) -> OverflowCause | None:
     general = of_growth(clues) or of_bad_input(clues)
     if operation is None or not operation.trials:  # a batch of --explain N makes none
         return general or cause_of_backward(clues.facts, clues.first)
-    known = cause_in_derivative(operation) if operation.node else None  # else the forward has made it, and hidden it
-    return known or (of_domain(clues, operation, domain) if domain else general)
+    known = cause_in_derivative(operation) if operation.node else None
+    if known is not None or not domain:
+        return known or general
+    found = of_domain(clues, operation, domain)
+    if operation.node:
+        return found
+    return replace(
+        found, next=[f"{step.removesuffix('.')}{INSIDE}." for step in found.next]
+    )  # the forward has hidden it
 
 
 def _of_mask(first: LocalDiagnosis) -> OverflowCause:

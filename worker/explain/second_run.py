@@ -106,7 +106,9 @@ class SecondRuns:
         """Until its one run."""
         self._of_backwards = self._explains and self.is_on and "grads" in settings.watch
         self._backward.given.is_on = self._of_backwards
-        self.keeps_roots = self.is_on and (may_have_devices() or self._of_backwards)
+        self._is_late = may_have_devices()
+        """The numbers of a forward may arrive when its call is over."""
+        self.keeps_roots = self.is_on and (self._is_late or self._of_backwards)
         """Whether it must be told of the arguments of roots."""
         self._roots_kept: dict[int, KeptCall] = {}
         self._random: RandomNumbers | None = None
@@ -157,7 +159,7 @@ class SecondRuns:
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
         if bad is not None and bad.frame.phase == FramePhase.BACKWARD:
             self._look_into_backward(bad)
-        elif bad is not None and kept is not None and kept.page == bad.page.number:
+        elif bad is not None and kept is not None and kept.page == bad.page.number and self._is_late:
             inputs, why = self._inputs_of(kept, bad)
             self._why = self._why if why == _INPUTS_GONE else why
             if not why:
@@ -256,7 +258,7 @@ class SecondRuns:
         kept, why = self._roots_kept.get(bad.page.root), self._backward.refusal()
         module = kept.info.ref() if kept is not None else None
         if kept is None or module is None or kept.page != bad.page.number:
-            self._end(why or "the model was called again before that backward")
+            self._end(why or "the model was called again since")
             return
         run, (inputs, gone), eager = unwrap(module), self._inputs_of(kept, bad), runs_eagerly()
         why = why or gone or _refusal(kept, run) or _refusal_by_modes()

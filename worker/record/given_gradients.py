@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .autograd_graph import MOST_NODES, AutogradGraph
+from .tensor_stats import version_of
 
 MOST_BYTES = 64 << 20
 """A larger gradient is not kept alive: the script's memory is for its training."""
+
+
+_GONE = "the gradients of the model's outputs were gone"
 
 
 class GivenGradient(NamedTuple):
@@ -21,7 +25,8 @@ class GivenGradient(NamedTuple):
     node: int
     """The number of the node that made the output."""
     gradient: torch.Tensor | None
-    """None: it is too large to be kept."""
+    """None: it is not kept."""
+    version: int
 
 
 class GivenGradients:
@@ -38,8 +43,9 @@ class GivenGradients:
 
     def add(self, page: int, place: int, node: Any, gradient: torch.Tensor) -> None:
         """The backward has reached an output. `node`: the one that runs, which has made that output."""
-        kept = gradient if gradient.nbytes <= MOST_BYTES else None
-        self._of_page.setdefault(page, {})[place] = GivenGradient(node._sequence_nr(), kept)
+        is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        kept = gradient if is_plain and gradient.nbytes <= MOST_BYTES else None
+        self._of_page.setdefault(page, {})[place] = GivenGradient(node._sequence_nr(), kept, version_of(gradient))
 
     def forget(self) -> None:
         """No second run needs them."""
@@ -52,15 +58,21 @@ class GivenGradients:
         """
         found = self._of_page.get(graph.calls.page, {})
         if not found:
-            return {}, "the gradients of the model's outputs were gone"
+            return {}, _GONE
         nodes = _entered(graph, {each.node for each in found.values()})
         if nodes is None:
             return {}, "the loss was made of tensors of the model that it had not returned"
-        given = {place: each.gradient for place, each in found.items() if each.node in nodes}
-        kept = {place: gradient for place, gradient in given.items() if gradient is not None}
+        given = {place: each for place, each in found.items() if each.node in nodes}
+        kept = {place: each.gradient for place, each in given.items() if each.gradient is not None}
         if len(kept) < len(given):
-            return {}, f"the gradient of an output of the model is larger than {MOST_BYTES >> 20} MiB, and was not kept"
-        return kept, "" if kept else "the gradients of the model's outputs were gone"
+            most = f"{MOST_BYTES >> 20} MiB"
+            return (
+                {},
+                f"the gradient of an output of the model is larger than {most}, or no plain tensor, and was not kept",
+            )
+        if any(version_of(gradient) != given[place].version for place, gradient in kept.items()):
+            return {}, "the gradient of an output of the model was changed in place"
+        return kept, "" if kept else _GONE
 
 
 def _entered(graph: AutogradGraph, outputs: set[int]) -> set[int] | None:
