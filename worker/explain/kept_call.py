@@ -28,6 +28,7 @@ class KeptCall:
     leaves: list[Any] = field(default_factory=list)
     """Its arguments, where it is kept; a tensor may be a WeakTensor."""
     tree: Any = None
+    """Of (args, kwargs); None: the leaves are the positional arguments."""
     versions: list[int] = field(default_factory=list)
     random: RandomNumbers | None = None
     """Those that it got; None: unknown."""

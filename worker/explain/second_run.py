@@ -178,8 +178,8 @@ class SecondRuns:
             why = _INPUTS_GONE
         elif [version_of(leaf) for leaf in leaves if is_tensor(leaf)] != kept.versions:
             why = "what the model was handed was changed in place since"
-        args, kwargs = _pytree.tree_unflatten(leaves, kept.tree)
-        return (args, kwargs), why
+        inputs = (tuple(leaves), {}) if kept.tree is None else _pytree.tree_unflatten(leaves, kept.tree)
+        return inputs, why
 
     def backward_ends(self, has_arrived: bool) -> None:
         """A backward ends. If its alarm ends the job, all that it used is still there; `has_arrived`: it has none."""
@@ -209,7 +209,10 @@ class SecondRuns:
         """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
         waits = self._bad is not None and self._bad.page.root == info.root.id
         if info.root.page is not None and info.root.id < _MOST_ROOTS and not waits:
-            leaves, tree = _pytree.tree_flatten((args, kwargs))
+            is_flat = not kwargs and all(
+                type(each) is torch.Tensor for each in args
+            )  # pytree takes longer than the rest
+            leaves, tree = (list(args), None) if is_flat else _pytree.tree_flatten((args, kwargs))
             versions = [version_of(leaf) for leaf in leaves if is_tensor(leaf)]
             leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
