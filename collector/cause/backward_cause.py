@@ -22,7 +22,7 @@ from ..facts.loss_origin import what_script_got
 from ..facts.replicas import page_of
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
-from .operation_cause import named, of_precision
+from .operation_cause import named
 from .operation_rules import OPERATION_RULES, trial_in
 from .script_cause import cause_in_script, variable_in_script
 
@@ -88,10 +88,10 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
 
 
 def cause_in_derivative(operation: BadOperation) -> OverflowCause | None:
-    """The cause that an operation of a backward is, which a trial in float64 decides; None without one."""
+    """A derivative that a trial has shown to be not finite in float64 either; None for other operations."""
     in_float64, name = trial_in(operation.trials, "float64"), operation_of_node(operation.node)
     if in_float64 is None or in_float64.value == "finite":
-        return of_precision(operation)
+        return None
     if name not in DERIVATIVE_RULES and name not in WEAK_RULES:
         return None
     rule = derivative_rule(name)

@@ -59,14 +59,17 @@ def _of_backward(clues: CauseClues, domain: str) -> OverflowCause | None:
     if operation is None or not operation.trials:  # a batch of --explain N makes none
         return general or cause_of_backward(clues.facts, clues.first)
     known = cause_in_derivative(operation) if operation.node else None
-    if known is not None or not domain:
-        return known or general
+    if known is not None:
+        return known
+    if not domain:
+        precision = of_precision(operation) if operation.node else None
+        # a gradient may be too large for another reason, such as a loss that has grown
+        return general or (replace(precision, certainty=_S) if precision is not None else None)
     found = of_domain(clues, operation, domain)
     if operation.node:
         return found
-    return replace(
-        found, next=[f"{step.removesuffix('.')}{INSIDE}." for step in found.next]
-    )  # the forward has hidden it
+    hidden = [f"{step.removesuffix('.')}{INSIDE}." for step in found.next]  # the forward made it, and did not show it
+    return replace(found, next=hidden)
 
 
 def _of_mask(first: LocalDiagnosis) -> OverflowCause:
