@@ -6,7 +6,8 @@ longer than a deadline. It does not run where it would issue a collective, or wh
     after `attn.proj`   its input holds nan: the alarm. The maker is code of `attn`, or of a module around that.
     after `attn`        its inputs are in hand: `attn` runs again, up to the nan that `attn.proj` is handed
 
-The numbers of a device arrive when such a call is over. Then the root runs again, if what it was handed still lives.
+The numbers of a device arrive when such a call is over. Then the root runs again, if what it was handed still lives. So
+it does for an alarm in a backward (second_backward.py), as that backward ends.
 """
 
 from __future__ import annotations

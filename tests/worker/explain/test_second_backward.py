@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from pathlib import Path
 
@@ -313,6 +314,27 @@ def test_a_buffer_that_the_result_depends_on(watch):
     once = net.fault.mean.clone()
     assert torch.equal(once, net.fault.mean)
     assert len(net.fault.calls) == 2
+
+
+def test_one_that_hangs_is_abandoned(watch):
+    goes_on = threading.Event()
+
+    def hangs(call, x):
+        if call == 2:
+            goes_on.wait()
+        return x
+
+    watched, net, seen = watch(on_overflow="abort"), Net(Fault(hangs)), []
+    net.enter.weight.register_hook(seen.append)
+    hooks = net.enter.weight._backward_hooks
+    watched.hooks.second_runs.limit_s = 0.05
+    try:
+        step(net)
+        assert ran(watched).unknown == "a second run of the forward and its backward took longer than 0.05 s"
+        assert (net.enter.weight._backward_hooks is hooks, len(seen)) == (True, 1)
+        assert not torch.is_anomaly_enabled()
+    finally:
+        goes_on.set()
 
 
 def test_a_mode_of_the_script(watch):
