@@ -75,9 +75,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     explain: Annotated[
         Explain,
         WorkerOption(
-            "at an overflow that ends the job, run the forward of its module once more to find the operation and the "
-            "line: auto (the default) where that is safe, or off; a batch number N: run that batch with every "
-            "operation watched, which is slow, and finds the line of a backward, too",
+            "at an overflow that ends the job, run its forward, or its forward and backward, once more to find the "
+            "operation and the line: auto (the default) where that is safe, or off; a batch number N: run that batch "
+            "with every operation watched, which is slow, and finds them where they cannot run again, too",
             "auto|off|N",
             form="explained",
         ),

@@ -118,6 +118,10 @@ NAMES = (
     TorchName("torch.Tensor", "_post_accumulate_grad_hooks", NOTHING_SEEN),
     TorchName("<module>", "_forward_hooks", NOTHING_SEEN),
     TorchName("<module>", "_parameters", NOTHING_SEEN),
+    TorchName("<module>", "_backward_hooks", LINE),
+    TorchName("<module>", "_backward_pre_hooks", LINE),
+    TorchName(_MODULES, "_global_backward_hooks", LINE),
+    TorchName(_MODULES, "_global_backward_pre_hooks", LINE),
     TorchName("torch", "_foreach_norm", BUFFERS),
     # -- the backward --
     TorchName("torch.autograd.Variable", "_execution_engine", GRAPH),

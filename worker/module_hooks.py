@@ -20,6 +20,7 @@ from .device.device import without_modes
 from .device.graph_replays import GraphReplays
 from .explain.batch_source import BatchSources
 from .explain.explained_batch import ExplainedBatch
+from .explain.second_backward import SecondBackward
 from .explain.second_look import SecondLook
 from .explain.second_run import SecondRuns
 from .hooks.backward import BackwardHooks
@@ -99,7 +100,9 @@ class ModuleHooks:
         self._root_tensors = RootTensors(frames)
         second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors, summands)
         explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)], summands)
-        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained)
+        again = SecondBackward(frames, gradients, second_look.gradient_of, running.gathers)
+        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained, again)
+        gradients.after_backward = self.second_runs.backward_ends
         self._loaders = DataLoaderHooks(progress.faults)
         self._sources = sources = BatchSources(progress, self._loaders)
         self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors, sources)

@@ -1,8 +1,8 @@
 """The cause of a non-finite gradient, from the operations of autograd's graph between the tensor and the loss.
 
-No operation of a backward runs again: its operands are freed. But the graph still has the names of its operations, and
-few of them have a derivative that is inf or nan for finite numbers. Where the loss itself is not finite, one of its own
-operations made it. Pure.
+A second run of the backward shows the operation. Where there is none, its operands are freed. But the graph still has
+the names of its operations, and few of them have a derivative that is inf or nan for finite numbers. Where the loss
+itself is not finite, one of its own operations made it. Pure.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...core.events import GraphNode, LookedAgain
+from ...core.events import BadOperation, GraphNode, LookedAgain
 from ...core.frames import Frame, FramePhase
+from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
@@ -21,7 +22,8 @@ from ..facts.loss_origin import what_script_got
 from ..facts.replicas import page_of
 from ..report.model import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
-from .operation_rules import OPERATION_RULES
+from .operation_cause import named
+from .operation_rules import OPERATION_RULES, trial_in
 from .script_cause import cause_in_script, variable_in_script
 
 _MOST_NAMED = 3
@@ -82,6 +84,25 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
             f"Make what `{name}` is handed safe: {rule.mend}{INSIDE}. Not tried: its operands are gone by then."
             for name, rule in rules.items()
         ],
+    )
+
+
+def cause_in_derivative(operation: BadOperation) -> OverflowCause | None:
+    """A derivative that a trial has shown to be not finite in float64 either; None for other operations."""
+    in_float64, name = trial_in(operation.trials, "float64"), operation_of_node(operation.node)
+    if in_float64 is None or in_float64.value == "finite":
+        return None
+    if name not in DERIVATIVE_RULES and name not in WEAK_RULES:
+        return None
+    rule = derivative_rule(name)
+    handed = f", handed {joined([f'{number:.9g}' for number in operation.handed])}," if operation.handed else ""
+    return OverflowCause(
+        "domain",
+        Certainty.ESTABLISHED,
+        f"the derivative of `{name}` is not finite {rule.where}; tried: {named(operation)} of it{handed} is "
+        f"{in_float64.value} in float64, too",
+        [f"Make what `{name}` is handed safe: {rule.mend}{INSIDE}. Not tried."],
+        [in_float64],
     )
 
 

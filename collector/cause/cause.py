@@ -7,14 +7,17 @@ where they can; else the batches before and the other ranks support one of them.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...core.events import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.model import OverflowCause
-from .backward_cause import cause_of_backward, cause_of_loss
+from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loss
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples
+from .derivative_rules import INSIDE
 from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
 from .training_cause import growing, of_copy, of_growth, of_start, of_training
@@ -38,7 +41,7 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if is_of_mask:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
-        return of_growth(clues) or of_bad_input(clues) or cause_of_backward(clues.facts, first)
+        return _of_backward(clues, domain)
     if first.phase == FramePhase.LOSS and clues.operation is not None and domain:
         return of_domain(clues, clues.operation, domain)
     if first.phase == FramePhase.LOSS:
@@ -48,6 +51,25 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.weight.others_changed:
         return None
     return _of_forward(clues)
+
+
+def _of_backward(clues: CauseClues, domain: str) -> OverflowCause | None:
+    operation = clues.operation
+    general = of_growth(clues) or of_bad_input(clues)
+    if operation is None or not operation.trials:  # a batch of --explain N makes none
+        return general or cause_of_backward(clues.facts, clues.first)
+    known = cause_in_derivative(operation) if operation.node else None
+    if known is not None:
+        return known
+    if not domain:
+        precision = of_precision(operation) if operation.node else None
+        # a gradient may be too large for another reason, such as a loss that has grown
+        return general or (replace(precision, certainty=_S) if precision is not None else None)
+    found = of_domain(clues, operation, domain)
+    if operation.node:
+        return found
+    hidden = [f"{step.removesuffix('.')}{INSIDE}." for step in found.next]  # the forward made it, and did not show it
+    return replace(found, next=hidden)
 
 
 def _of_mask(first: LocalDiagnosis) -> OverflowCause:

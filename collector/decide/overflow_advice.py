@@ -143,7 +143,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.phase == FramePhase.LOSS:
         return "Look at the code of the script that computes the loss from what the model returns."
     if first.phase == FramePhase.BACKWARD:
-        return _step_for_backward(first)
+        known = clues.operation if not first.cause else None
+        return _step_for_operands(known) if known is not None else _step_for_backward(first)
     if first.phase == FramePhase.OPTIMIZER:
         return _step_for_optimizer(first)
     if first.source == "weight":

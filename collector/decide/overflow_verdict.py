@@ -174,7 +174,8 @@ def _second_run(first: LocalDiagnosis, rank: RankFacts) -> SecondRun | None:
     alarm = next((each for each in rank.anomalies if each.looks and _at(first, each) is not None), None)
     if ran is not None or alarm is None or rank.exit is None or _at(first, rank.captured) is not None:
         return ran
-    return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} ended before that forward had run again")
+    what = "backward" if alarm.phase == FramePhase.BACKWARD else "forward"
+    return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} ended before that {what} had run again")
 
 
 def _capture_of(facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis]) -> CaptureFile | None:
@@ -219,7 +220,7 @@ def _named(
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
     unlike = unlike_tensor(facts, first) if first.is_origin else None
-    evidence[1:1] = [*operation_lines(ran, operation), *([unlike.line] if unlike is not None else [])]
+    evidence[1:1] = [*operation_lines(ran, operation, first.phase), *([unlike.line] if unlike is not None else [])]
     number, variable = number_of_ranks(facts, first.attempt), bad_variable(facts, first) if of_loss else ""
     return overflow_at(
         first,

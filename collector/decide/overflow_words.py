@@ -188,13 +188,18 @@ def _own_code_of(name: str) -> str:
     return f"code of `{name}` itself" if name else "the root module's own code"
 
 
-def operation_lines(ran: SecondRun | None, operation: BadOperation | None) -> list[str]:
-    """What a second run of the forward has found, or why it has not: `scores = q @ k, model.py:87, aten.mm: ...`."""
+def operation_lines(ran: SecondRun | None, operation: BadOperation | None, phase: str | None = None) -> list[str]:
+    """What a second run has found, or why it has not: `scores = q @ k, model.py:87, aten.mm: ...`.
+
+    `phase`: that of the diagnosis.
+    """
     if ran is None:
         return []
     if operation is None:
         return [f"which operation made it is not known: {ran.unknown or 'in a second run another module made it'}"]
     how = "; found by running the compiled code eagerly" if ran.eagerly else ""
+    is_hidden = phase == FramePhase.BACKWARD and not operation.node
+    how += "; the forward has hidden it (torch.where, a mask), and its backward has used it" if is_hidden else ""
     return [operation_text(operation) + how]
 
 
@@ -221,7 +226,7 @@ def explain_command(
     words = next((hello.command for hello in facts.hellos), [])
     is_backward = first.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
     launched, in_python = words[:2] == ["gpuwatch", "launch"], words[:1] == ["gpuwatch.watch"]
-    if not (launched or in_python) or ((ran is None) is not is_backward and not of_sum):
+    if not (launched or in_python) or (ran is None and not is_backward and not of_sum):
         return []
     options, rest = {"--explain": str(first.batch)}, words[2:]
     if ("--explain", options["--explain"]) in pairwise(rest):

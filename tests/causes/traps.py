@@ -241,9 +241,9 @@ TRAPS = [
     ),
     KnownCause(
         "a backward of its own",
-        "",
-        "",
-        "",
+        "domain",
+        "a division by 0",
+        "Look at what makes the operands of that operation",
         lambda: run(Own(lambda h, bad: (1 + OwnBackward.apply(h).square()).sqrt()), plain),
     ),
     KnownCause("a fill that is not used", "", "", "", lambda: run(Filled(), lambda n: (plain(n)[0] * 1e25,))),

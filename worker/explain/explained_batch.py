@@ -1,20 +1,16 @@
 """--explain N: one batch in which every operation is watched, from its forward to its step.
 
-autograd notes for each of its nodes where the forward has made it (torch's anomaly mode, without its checks). So an
-operation of a backward has the line of the forward whose backward it is. Each operation waits for the device.
+An operation of a backward has the line of the forward whose backward it is. Each operation waits for the device.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from linecache import getline
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch.utils import _pytree
 
@@ -29,15 +25,12 @@ from ..record.collectives import ranks
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import walk
-from .code_place import CodePlace, place_of
+from .backward_watch import BackwardWatch, running_node
 from .operands import operation_name
-from .operation_watch import MadeValue, OperationWatch, foreign_class, is_users_file
+from .operation_watch import MadeValue, foreign_class
 
-_running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _current_mode = name_in_torch("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None)
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
-_ENGINE = "_engine_run_backward"
-_LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _MOST_MADE = 4096
 _SUMS_IN_PLACE = ("allreduce_", "allreduce_coalesced_", "reduce_")
 
@@ -48,13 +41,13 @@ class _MadeTensor(NamedTuple):
     of_backward: bool
 
 
-class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has no annotation there
+class BatchWatch(BackwardWatch):  # type: ignore[no-untyped-call]  # torch has no annotation there
     """Watches operations of the training itself: it stops none, copies nothing, and leaves collectives alone."""
 
     def __init__(self, names: dict[int, str], module_of: Callable[[int], str | None], summands: KeptSummands) -> None:
         """`names`: id of a module -> its name. `module_of`: number of an autograd node -> the module that made it."""
-        super().__init__("", names, None)
-        self._module_of, self._summands = module_of, summands
+        super().__init__("", names, None, module_of)
+        self._summands = summands
         self.made: list[_MadeTensor] = []
         self.error: Exception | None = None
 
@@ -101,25 +94,9 @@ class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has 
         """The training changes what it changes."""
 
     def _has_made(self, tensor: torch.Tensor, made: MadeValue) -> None:
-        node = _running_node()
-        if node is not None and made.operation is not None:
-            made.operation = replace(made.operation, node=str(node.name()))
+        super()._has_made(tensor, made)
         if len(self.made) < _MOST_MADE:
-            self.made.append(_MadeTensor(list(tensor.shape), made, node is not None))
-
-    def _place(self) -> CodePlace:
-        """As for a forward. In a backward that torch itself computes: the line of the forward that made the node."""
-        node = _running_node()
-        if node is None:
-            return super()._place()
-        module, found = self._in_python(_ENGINE)
-        if module is None:
-            module = self._module_of(node._sequence_nr()) or ""
-        if found is not None:  # a recomputed forward, or the backward of an autograd.Function
-            return place_of(module, found)
-        traced = [_LINE.search(text) for text in reversed(node.metadata.get("traceback_", ()))]  # it has no columns
-        file, line = next(((at[1], int(at[2])) for at in traced if at and is_users_file(at[1])), ("", 0))
-        return CodePlace(module, file, line, getline(file, line).strip() if file else "")
+            self.made.append(_MadeTensor(list(tensor.shape), made, running_node() is not None))
 
 
 @dataclass(eq=False, repr=False)

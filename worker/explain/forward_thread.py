@@ -63,6 +63,8 @@ class ForwardThread:
     `reached`: the bad value came where it had been seen before. `seen`: what came there.
     """
 
+    what = "a second run of the forward"
+
     def __init__(
         self, module: nn.Module, method: str, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch
     ) -> None:
@@ -89,11 +91,29 @@ class ForwardThread:
             raise
         finally:
             if not has_ended:
-                self._watch.stopped = self.why = f"a second run of the forward {why}"
+                self._watch.stopped = self.why = f"{self.what} {why}"
                 atexit.register(_wait_for, thread)
 
     def _forward(self, contexts: Sequence[ContextMaker]) -> None:
-        why, hook = "", None
+        why = ""
+        try:
+            with ExitStack() as stack:
+                for make in contexts:
+                    stack.enter_context(make())
+                stack.enter_context(self._watch)
+                self._call()
+        except SecondRunStopped as stopped:
+            why = f"{self.what} was stopped: {stopped}"
+        except BaseException as error:  # SystemExit, too: the script's code runs here
+            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+            self.lacked_memory = is_memory
+            what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
+            why = f"{self.what} {what}"
+        self._watch.forget()
+        self.why = self.why or why
+
+    def _call(self) -> None:
+        hook = None
         module, target = self._module, self._target
         try:
             if not target.is_output:
@@ -101,24 +121,12 @@ class ForwardThread:
                 hook = nn.Module.register_forward_pre_hook(target.module, self._handed, with_kwargs=True)
             elif target.module is not module or self._method != "forward":
                 hook = nn.Module.register_forward_hook(target.module, self._returned, prepend=True)
-            with ExitStack() as stack:
-                for make in contexts:
-                    stack.enter_context(make())
-                stack.enter_context(self._watch)
-                output = getattr(module, self._method)(*self._args, **self._kwargs)
-                if target.module is module and target.is_output:
-                    self._look(outputs_of(output))
-        except SecondRunStopped as stopped:
-            why = f"a second run of the forward was stopped: {stopped}"
-        except BaseException as error:  # SystemExit, too: the script's code runs here
-            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-            self.lacked_memory = is_memory
-            what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
-            why = f"a second run of the forward {what}"
-        if hook is not None:
-            hook.remove()
-        self._watch.forget()
-        self.why = self.why or why
+            output = getattr(module, self._method)(*self._args, **self._kwargs)
+            if target.module is module and target.is_output:
+                self._look(outputs_of(output))
+        finally:
+            if hook is not None:
+                hook.remove()
 
     def _handed(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._look(inputs_of(args, kwargs))
@@ -178,6 +186,11 @@ def random_numbers() -> RandomNumbers:
     """The state now. Waits for no device."""
     gpu = gpu_in_use()
     return RandomNumbers(torch.get_rng_state(), gpu.random_state() if gpu is not None else None)
+
+
+def same_numbers(one: RandomNumbers, other: RandomNumbers) -> bool:
+    """Whether nothing was drawn between two states."""
+    return torch.equal(one.cpu, other.cpu) and one.gpu == other.gpu
 
 
 class _KeptState:

@@ -28,9 +28,12 @@ class KeptCall:
     leaves: list[Any] = field(default_factory=list)
     """Its arguments, where it is kept; a tensor may be a WeakTensor."""
     tree: Any = None
+    """Of (args, kwargs); None: the leaves are the positional arguments."""
     versions: list[int] = field(default_factory=list)
     random: RandomNumbers | None = None
     """Those that it got; None: unknown."""
+    refusal: str = ""
+    """Why it may not run again, as far as that was known when it returned: a clause."""
     method: str = "forward"
     """What ran: Lightning calls `training_step` through its module's `forward`."""
 

@@ -71,6 +71,8 @@ class MadeValue:
     """The code has written it as a number: `full(..., -inf)`."""
     unwritten: bool = False
     """`torch.empty`: no operation has written it. A kernel that torch does not dispatch may have."""
+    of_backward: bool = False
+    """torch's own derivative of an operation, or an autograd.Function's, has written it."""
     operation: BadOperation | None = None
     """Set if it made the value of operands that explain nothing."""
     origin: MadeValue | None = None
@@ -89,7 +91,9 @@ class _StorageRecord:
     bad: list[MadeValue] = field(default_factory=list)
 
 
-class _HandedTensor(NamedTuple):
+class HandedTensor(NamedTuple):
+    """What an operation is handed."""
+
     numbers: OperandNumbers
     flags: int
     made: MadeValue | None
@@ -100,8 +104,8 @@ class _HandedOperands(NamedTuple):
 
     given: list[torch.Tensor]
     written: list[torch.Tensor]
-    before: dict[int, _HandedTensor]
-    operands: dict[int, _HandedTensor]
+    before: dict[int, HandedTensor]
+    operands: dict[int, HandedTensor]
     copies: dict[int, torch.Tensor]
     """Of those that it writes, by id: what trials need."""
 
@@ -172,13 +176,13 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 continue  # a view
             self._wrote(leaf, func, args, kwargs, handed, is_new=not is_written)
 
-    def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _HandedTensor:
+    def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> HandedTensor:
         """What an operation is handed. Finite without a look, where only finite values were written into it."""
         record = self._record(tensor)
         if not (read or record is None or record.unknown or record.bad):
-            return _HandedTensor(OperandNumbers("", None, None, ""), 0, None)
+            return HandedTensor(OperandNumbers("", None, None, ""), 0, None)
         numbers, flags = numbers_of(tensor)
-        return _HandedTensor(numbers, flags, self._maker(record, tensor, flags) if flags else None)
+        return HandedTensor(numbers, flags, self._maker(record, tensor, flags) if flags else None)
 
     def _record(self, tensor: torch.Tensor, *, is_new: bool = False) -> _StorageRecord | None:
         key = _key(tensor)

@@ -156,19 +156,28 @@ class SecondLook:
 
         Nothing where the tensor is gone or has changed since, as it may have on a device.
         """
-        role, update, reduced, tensor = parse_role(bad.row.role), "", None, self._gradients.current
+        role, update, reduced = parse_role(bad.row.role), "", None
+        tensor = self.gradient_of(bad)
         if parameter is not None and bad.frame.phase == "optimizer":
             of_step = self._progress.step <= bad.page.step + 1  # no later one has changed it
             tensor = self._steps.tensor_of(parameter, role) if of_step else None
             if tensor is parameter:
                 update = self._steps.update_of(parameter)
-        elif parameter is not None and tensor is None and role.kind is RoleKind.GRAD_WEIGHT:
-            tensor = parameter.grad
-            if tensor is not None and bad.frame.phase == "collective":
-                reduced = self._summands.first_bad(parameter, tensor)
-            elif tensor is not None and not self._gradients.is_local(tensor):
-                tensor = None  # another hook has changed it, or its memory
+        elif bad.frame.phase == "collective" and parameter is not None and tensor is not None:
+            reduced = self._summands.first_bad(parameter, tensor)
         return (pattern_of(tensor) if tensor is not None else ""), update, reduced
+
+    def gradient_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
+        """The gradient that a row is about, with the numbers of the row; None if it is gone, or may have changed."""
+        current = self._gradients.current
+        if current is not None or parse_role(bad.row.role).kind is not RoleKind.GRAD_WEIGHT:
+            return current
+        parameter = self._parameter_of(bad)
+        gradient = parameter.grad if parameter is not None else None
+        is_reduced = bad.frame.phase == "collective"
+        if gradient is not None and not is_reduced and not self._gradients.is_local(gradient):
+            return None  # another hook has changed it, or its memory
+        return gradient
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
         """The parameter that a row of a gradient or of a step is about; None if it is about none."""

@@ -6,7 +6,8 @@ longer than a deadline. It does not run where it would issue a collective, or wh
     after `attn.proj`   its input holds nan: the alarm. The maker is code of `attn`, or of a module around that.
     after `attn`        its inputs are in hand: `attn` runs again, up to the nan that `attn.proj` is handed
 
-The numbers of a device arrive when such a call is over. Then the root runs again, if what it was handed still lives.
+The numbers of a device arrive when such a call is over. Then the root runs again, if what it was handed still lives. So
+it does for an alarm in a backward (second_backward.py), as that backward ends.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ from .odd_samples import odd_samples, with_others
 from .operands import numbers_of
 from .operation_trials import trial_of
 from .operation_watch import OperationWatch
+from .second_backward import SecondBackward
 
 _MOST_ROOTS = 8
 _MOST_BEFORE = 16
@@ -77,6 +79,7 @@ _MOST_BEFORE = 16
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _NOT_DISPATCHED = "no operation that torch dispatches made it"
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
+_INPUTS_GONE = "what the model was handed was gone by then"
 
 
 @dataclass(eq=False, repr=False)
@@ -89,6 +92,7 @@ class SecondRuns:
     _is_compiled: Callable[[], bool]
     """Whether the rank runs compiled code."""
     explained: ExplainedBatch
+    _backward: SecondBackward
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
@@ -101,7 +105,11 @@ class SecondRuns:
         self._captures = bool(settings.capture)
         self.is_on = (self._explains or self._captures) and settings.on_overflow == "abort"
         """Until its one run."""
-        self.keeps_roots = self.is_on and may_have_devices()
+        self._of_backwards = self._explains and self.is_on and "grads" in settings.watch
+        self._backward.given.is_on = self._of_backwards
+        self._is_late = may_have_devices()
+        """The numbers of a forward may arrive when its call is over."""
+        self.keeps_roots = self.is_on and (self._is_late or self._of_backwards)
         """Whether it must be told of the arguments of roots."""
         self._roots_kept: dict[int, KeptCall] = {}
         self._random: RandomNumbers | None = None
@@ -123,12 +131,16 @@ class SecondRuns:
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:
                 self._end("it was made when a checkpointed forward ran again within the backward")
+        elif self.is_on and self._of_backwards and self._backward.expects(bad):
+            self._bad = bad
         return self._bad is not None
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""
         bad, page = self._bad, info.root.page
         if bad is None or page is None or page.number != bad.page.number or output is None:
+            return
+        if bad.frame.phase == FramePhase.BACKWARD:  # it is a checkpointed forward that ran again
             return
         if ends_by_another_watch():  # torch is within its table of hooks, which a second run would change
             self._end("another watch of the model has ended the call")
@@ -146,18 +158,37 @@ class SecondRuns:
         self.explained.ends()
         bad = self._bad
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
-        if bad is not None and kept is not None and kept.page == bad.page.number:
-            leaves = [still_there(leaf) for leaf in kept.leaves]
-            gone = any(isinstance(leaf, WeakTensor) for leaf in leaves)
-            if self._progress.step != bad.page.step:
-                self._why = "an optimizer step has changed the weights since"
-            elif not gone and [version_of(leaf) for leaf in leaves if is_tensor(leaf)] != kept.versions:
-                self._why = "what the model was handed was changed in place since"
-            elif not gone:
-                self._look_into(kept, *_pytree.tree_unflatten(leaves, kept.tree))
+        if bad is not None and bad.frame.phase == FramePhase.BACKWARD:
+            self._look_into_backward(bad)
+        elif bad is not None and kept is not None and kept.page == bad.page.number and self._is_late:
+            inputs, why = self._inputs_of(kept, bad)
+            self._why = self._why if why == _INPUTS_GONE else why
+            if not why:
+                self._look_into(kept, *inputs)
         if self._bad is not None:
             self._end(self._why)
         return self._found
+
+    def _inputs_of(self, kept: KeptCall, bad: NonFiniteRow) -> tuple[tuple[Any, Any], str]:
+        """((args, kwargs) of the call of a root, why they are not what it was handed)."""
+        leaves = [still_there(leaf) for leaf in kept.leaves]
+        why = ""
+        if self._progress.step != bad.page.step:
+            why = "an optimizer step has changed the weights since"
+        elif any(isinstance(leaf, WeakTensor) for leaf in leaves):
+            why = _INPUTS_GONE
+        elif [version_of(leaf) for leaf in leaves if is_tensor(leaf)] != kept.versions:
+            why = "what the model was handed was changed in place since"
+        inputs = (tuple(leaves), {}) if kept.tree is None else _pytree.tree_unflatten(leaves, kept.tree)
+        return inputs, why
+
+    def backward_ends(self, has_arrived: bool) -> None:
+        """A backward ends. If its alarm ends the job, all that it used is still there; `has_arrived`: it has none."""
+        bad = self._bad
+        if bad is not None and bad.frame.phase == FramePhase.BACKWARD and self._backward.may_run_within():
+            self._look_into_backward(bad)
+        if has_arrived:
+            self._backward.given.forget()
 
     def batch_begins(self, module: nn.Module, page: OpenPage) -> None:
         """A root's batch begins: with --explain N, its operations are watched if it is that one."""
@@ -177,13 +208,17 @@ class SecondRuns:
 
     def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
         """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
-        if info.root.page is not None and info.root.id < _MOST_ROOTS:
-            leaves, tree = _pytree.tree_flatten((args, kwargs))
+        waits = self._bad is not None and self._bad.page.root == info.root.id
+        if info.root.page is not None and info.root.id < _MOST_ROOTS and not waits:
+            is_flat = not kwargs and all(
+                type(each) is torch.Tensor for each in args
+            )  # pytree takes longer than the rest
+            leaves, tree = (list(args), None) if is_flat else _pytree.tree_flatten((args, kwargs))
             versions = [version_of(leaf) for leaf in leaves if is_tensor(leaf)]
             leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
-            kept.method = self._method[1]
+            kept.method, kept.refusal = self._method[1], _refusal_by_modes()
             self._roots_kept[info.root.id] = kept
 
     def _has_issued(self, info: ModuleInfo) -> bool:
@@ -204,21 +239,17 @@ class SecondRuns:
             return
         if run is target and bad.row.role_kind is not RoleKind.OUTPUT and call.method == "forward":
             return
-        if call.method != "forward" and not getattr(run, "automatic_optimization", True):
-            self._end(f"`{call.method}` runs backward and optimizer itself, and so does not run again")
-            return
-        if call.issued:
-            self._end("collectives ran within the call; with --sync a part of it without collectives may run again")
+        why = _refusal(call, run)
+        if why:
+            self._end(why)
             return
         tensors = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):
             self._why = "the arguments of its call were not finite when that returned"
             return  # a call around it may have made it
-        if transforms() is not None:
-            self._end("a transform of torch.func was on, such as vmap")
-            return
-        if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
-            self._end("the script has a mode of torch on")
+        why = _refusal_by_modes()
+        if why:
+            self._end(why)
             return
         eager = runs_eagerly()
         if eager is None or not self._explains:
@@ -226,6 +257,22 @@ class SecondRuns:
             self._end("compiled code ran, and this torch cannot run it eagerly")
             return
         self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager)
+
+    def _look_into_backward(self, bad: NonFiniteRow) -> None:
+        kept, why = self._roots_kept.get(bad.page.root), self._backward.refusal()
+        module = kept.info.ref() if kept is not None else None
+        if kept is None or module is None or kept.page != bad.page.number:
+            self._end(why or "the model was called again since")
+            return
+        run, (inputs, gone), eager = unwrap(module), self._inputs_of(kept, bad), runs_eagerly()
+        why = why or gone or _refusal(kept, run) or _refusal_by_modes()
+        if not why and eager is None:
+            why = "compiled code ran, and this torch cannot run it eagerly"
+        if why or eager is None:
+            self._end(why)
+            return
+        found = self._backward.run(kept, run, inputs, [*kept.contexts, eager], partial(self._run_once, kept, run))
+        self._end(found.why, found.operation, eagerly=self._is_compiled())
 
     def _run(
         self,
@@ -350,3 +397,23 @@ class SecondRuns:
             at = f" at {operation.file}:{operation.line}" if operation.file else ""
             code = shown_line(operation.code, operation.columns, CODE_WIDTH)
             self._found = f"{operation.op} made it{at}{f': {code}' if code else ''}"
+
+
+def _refusal(call: KeptCall, run: nn.Module) -> str:
+    """Why a call may not run again, as a clause; "" if it may."""
+    if call.method != "forward" and not getattr(run, "automatic_optimization", True):
+        return f"`{call.method}` runs backward and optimizer itself, and so does not run again"
+    if call.refusal:
+        return call.refusal
+    if call.issued:
+        return "collectives ran within the call; with --sync a part of it without collectives may run again"
+    return ""
+
+
+def _refusal_by_modes() -> str:
+    """Why nothing may run again under the modes of the script, as a clause; "" if it may."""
+    if transforms() is not None:
+        return "a transform of torch.func was on, such as vmap"
+    if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
+        return "the script has a mode of torch on"
+    return ""

@@ -21,12 +21,13 @@ from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
-from ...core.torch_names import NOT_SEEN_OF_BACKWARD
+from ...core.torch_names import NOT_SEEN_OF_BACKWARD, name_in_torch
 from ..compile import attach as traced
 from ..device.device import StreamKey, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.frame_writer import FrameWriter
+from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
@@ -43,6 +44,7 @@ from .accumulated_gradients import (
 from .native_writer import native_writer_of, trace_hooks_as
 
 _is_compiling = torch.compiler.is_compiling
+_running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _MOST_PAGES = 64
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
@@ -90,11 +92,13 @@ class _GraphRecord:
     """Weak: it may hold the graph that holds this hook."""
     calls: GraphCalls
     page: OpenPage
+    place: int
+    """Of the output among the tensors that the root has returned."""
 
     def __call__(self, gradient: torch.Tensor) -> None:
         gradients = self.gradients()
         if gradients is not None:
-            gradients.graph_begins(self.calls, self.page)
+            gradients.graph_begins(self.calls, self.page, self.place, gradient)
 
 
 class BackwardHooks:
@@ -125,6 +129,9 @@ class BackwardHooks:
         """Gradients of parameters are read together, when the running backward ends. Nothing else changes them until
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
+        self.given = GivenGradients()
+        self.after_backward: Callable[[bool], None] = lambda has_arrived: None
+        """Called as a backward ends, with whether no number is outstanding."""
         self._stream: StreamKey | None = None
         """On which the last backward has ended."""
         self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
@@ -218,16 +225,17 @@ class BackwardHooks:
 
     def watch_graph(self, calls: GraphCalls, output: Any, page: OpenPage) -> None:
         """Remember the graph of the backward that reaches this output of a root, and read the loss of that backward."""
-        for _, leaf in outputs_of(output):
-            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
+        tensors = [leaf for _, leaf in outputs_of(output) if isinstance(leaf, torch.Tensor)]
+        for place, leaf in enumerate(tensors):
+            if not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
                 continue
             for hook in (leaf._backward_hooks or {}).values():
                 known = getattr(hook, "record", None)
                 if isinstance(known, _GraphRecord) and known.gradients() is self:
-                    known.calls, known.page = calls, page
+                    known.calls, known.page, known.place = calls, page, place
                     break
             else:
-                handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls, page)))  # type: ignore[no-untyped-call]  # likewise
+                handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls, page, place)))  # type: ignore[no-untyped-call]  # likewise
                 # first: a module that returned this tensor has a hook on it, and an alarm there asks for the graph
                 put_first(handle)
 
@@ -244,13 +252,19 @@ class BackwardHooks:
     # run at once, and each takes the lock before it writes a frame. What a hook raises ends the backward: `backward`
     # raises it in the script.
 
-    def graph_begins(self, calls: GraphCalls, page: OpenPage) -> None:
-        """A backward has reached an output of a root."""
+    def graph_begins(self, calls: GraphCalls, page: OpenPage, place: int, gradient: torch.Tensor | None) -> None:
+        """A backward has reached an output of a root, with this gradient."""
         if not self._attached:
             return
         with self._progress.faults.within("gradient hook"):
             self.begins(calls.page)
             graph = self.graphs.begins(calls)
+            if self.given.is_on:
+                if graph is not None:
+                    self.given.begins(calls.page)
+                node = _running_node()
+                if gradient is not None and node is not None:
+                    self.given.add(calls.page, place, node, gradient)
             if graph is not None:
                 # Callbacks run in the order in which they were queued, when all nodes have run. DDP queues its own when
                 # its last bucket is ready, and so after this one (torch/csrc/distributed/c10d/reducer.cpp,
@@ -285,7 +299,9 @@ class BackwardHooks:
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
             # the next batch may run on another one: its graph must not be held across that
             self._stream = self._rows.stream
-            self.graphs.ends(self._judging.collect())
+            has_arrived = self._judging.collect()
+            self.after_backward(has_arrived)
+            self.graphs.ends(has_arrived)
             self.release()
 
     def _read_waiting(self) -> None:
@@ -414,6 +430,7 @@ class BackwardHooks:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
         self._accumulated.forget()
+        self.given.forget()
         self._read_waiting()  # the backward before has failed
         self.release()
         self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)

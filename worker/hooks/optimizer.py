@@ -131,6 +131,7 @@ class OptimizerHooks:
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
         self._judging.raise_pending()
+        self._gradients.given.forget()  # the step is about to free and to take memory
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A closure computes the gradients within the step: check them when it returns."""
