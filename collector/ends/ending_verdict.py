@@ -374,9 +374,7 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     stood, (waited, steps) = stood_still(facts), waited_for_nodes(facts)
     ranks = facts.of_attempt(facts.last_attempt)
     codes = grouped((rank for rank in ranks if (rank.code or 0) > 0), lambda rank: rank.code)
-    ended = [
-        f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()
-    ]
+    ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
     return Verdict(
         VerdictKind.INTERRUPTED,
         f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"
