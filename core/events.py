@@ -930,7 +930,7 @@ class ThreadSeen(msgspec.Struct, frozen=True):
 
 
 class HeardSignal(msgspec.Struct, frozen=True):
-    """A signal has reached a handler of the rank's script (core/recorder/heard_signals.py). Times by its host's clock."""
+    """A signal has reached a handler of a rank's script (core/recorder/heard_signals.py). Times by its host's clock."""
 
     number: int
     time_ns: int = 0

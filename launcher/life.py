@@ -56,8 +56,8 @@ _WITHOUT_RECURSION = (
 
 
 _WITHOUT_SIGNALS = (
-    "worker/native/signals.c of gpuwatch was not built for this Python, so a job whose ranks alone are sent a signal, and "
-    "leave with an exit code of their own, is told as a crash (docs/verdicts/interrupted.md)"
+    "worker/native/signals.c of gpuwatch was not built for this Python, so a job whose ranks alone are sent a signal, "
+    "and leave with an exit code of their own, is told as a crash (docs/verdicts/interrupted.md)"
 )
 
 

@@ -17,7 +17,9 @@ from .patches import PatchLedger
 try:
     from .native.signals import note_in, stand_before
 except ImportError:  # not built: no signal is noted
-    note_in = stand_before = None  # type: ignore[assignment]
+    _IS_BUILT = False
+else:
+    _IS_BUILT = True
 
 _is_replaced = False
 
@@ -28,7 +30,7 @@ def note_signals(recorder: RecorderWriter) -> None:
     Call it in the main thread. Signals that the script leaves at their default stay there, and so does Ctrl-C.
     """
     global _is_replaced
-    if note_in is None:
+    if not _IS_BUILT:
         return
     note_in(recorder.memory, HEARD_AT, len(HEARD), 8 * HeadField.BATCH, os.getppid())
     for number in HEARD:

@@ -129,7 +129,7 @@ class _StackScene:
         return self._nobody_waits(away) if away else self._all_wait(waiting)
 
     def _stopped(self, raised: Collection[int]) -> list[int]:
-        """The ranks that a signal has stopped, if all others have lost a peer or have ended; [] if a debugger has one."""
+        """The ranks that a signal has stopped, if all others have lost a peer or ended; [] if a debugger has one."""
         stopped = [look.where.rank for look in self.looks if look.state == "T"]
         return stopped if len(stopped) == len(self.positions.keys() - raised) else []
 
@@ -139,8 +139,8 @@ class _StackScene:
         it, them, its = ("it", "it", "its") if one else ("they", "them", "their")
         doing = f", {self.positions[stopped[0]].doing}" if one else ""
         statement = (
-            f"{capital(stopped, 'is', 'are')} stopped (by SIGSTOP or Ctrl-Z){doing}: {it} can do nothing until SIGCONT, "
-            f"and no other rank goes on without {them}."
+            f"{capital(stopped, 'is', 'are')} stopped (by SIGSTOP or Ctrl-Z){doing}: {it} can do nothing until "
+            f"SIGCONT, and no other rank goes on without {them}."
         )
         next_ = [f"Look for who stopped {them}; kill -CONT with {its} process id lets {them} go on."]
         return HangFinding(statement, Certainty.SUPPORTED, stopped, next_, cause="stopped")

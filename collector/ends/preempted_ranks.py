@@ -1,7 +1,7 @@
 """Ranks that a signal from outside told to end, and whose scripts then left with an exit code of their own. Pure.
 
-A scheduler that preempts a job may signal the ranks alone: `gpuwatch launch` hears nothing, and torchrun sees a rank that
-failed. The recorder has the signal (worker/native/signals.c).
+A scheduler that preempts a job may signal the ranks alone: `gpuwatch launch` hears nothing, and torchrun sees a rank
+that failed. The recorder has the signal (worker/native/signals.c).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RankDeparture(NamedTuple):
 def departure_of(rank: RankFacts, from_launcher: bool = False) -> RankDeparture | None:
     """None if no signal from outside preceded its end, or if an exception or another signal ended it.
 
-    `from_launcher`: one that its launcher has sent counts, too. If several signals came, the one whose handler ended the
-    script counts, else the last that came. A signal that scripts have other uses for counts if the rank left soon.
+    `from_launcher`: one that its launcher has sent counts, too. If several signals came, the one whose handler ended
+    the script counts, else the last that came. A signal that scripts have other uses for counts if the rank left soon.
     """
     exit_, script = rank.exit, rank.script_exit
     if exit_ is None or rank.error is not None or (script is None and (rank.code or 0) < 0):
@@ -93,7 +93,7 @@ def saving_text(ranks: list[RankFacts]) -> str:
 
 
 def preemption_verdict(facts: RunFacts) -> Verdict | None:
-    """None if a launch got the signal itself, or if a rank ended for another reason than the signal or its peers' end."""
+    """None if a launch got the signal itself, or if a rank ended for another reason than that or its peers' end."""
     if not facts.failed_by_itself:
         return None
     ranks = facts.of_attempt(facts.last_attempt)

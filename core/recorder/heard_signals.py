@@ -1,8 +1,8 @@
 """Which signals have reached handlers of a rank's script: a table in the header of its recorder.
 
-An entry for each of `HEARD`, four integers of 8 bytes: when the signal first came from outside of the rank (nanoseconds
-since the epoch, by its host's clock), the batch of then, the process that sent it, and when it first came from the rank's
-parent, which is its launcher. worker/native/signals.c writes it.
+An entry for each of `HEARD`, four integers of 8 bytes: when the signal first came from outside of the rank
+(nanoseconds since the epoch, by its host's clock), the batch of then, the process that sent it, and when it first came
+from the rank's parent, which is its launcher. worker/native/signals.c writes it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 With --two-nodes each job has two nodes, in namespaces with a network of their own (tests/e2e/net/network.py): for root.
 
 Prints a row for each job and a table: right (the rank at fault, and nobody else), less (unknown, or the rank beside
-others), wrong (an innocent rank), over-sure (established, and not right). Of the jobs that were right it prints how long
-after the fault the terminal first named the rank (named_after.py), by kind of verdict.
+others), wrong (an innocent rank), over-sure (established, and not right). Of the jobs that were right it prints how
+long after the fault the terminal first named the rank (named_after.py), by kind of verdict.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJ
 
 
 def output_of(launch: subprocess.Popen[str]) -> list[TimedLine]:
-    """What it has told, and when. A job that torchrun does not end is ended as by `scancel`: it may wait for a node that left,
-    or for a rank that is stopped."""
+    """What it has told, and when. A job that torchrun does not end is ended as by `scancel`: it may wait for a node
+    that left, or for a rank that is stopped."""
     stderr = launch.stderr
     assert stderr is not None
     lines: list[TimedLine] = []

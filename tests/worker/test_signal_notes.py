@@ -53,9 +53,9 @@ seen["ignored"] = repr(signal.signal(15, second))
 seen["is second"] = signal.getsignal(signal.SIGTERM) is second
 seen["names"] = [signal.signal.__name__, signal.signal.__doc__, signal.signal.__module__]
 seen["at Ctrl-C"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-for wrong in (lambda: signal.signal(99, first), lambda: signal.signal(15, "no handler"), lambda: signal.signal(9, first)):
+for number, handler in ((99, first), (15, "no handler"), (9, first)):
     try:
-        wrong()
+        signal.signal(number, handler)
     except Exception as error:
         seen.setdefault("errors", []).append(repr(error))
 try:

@@ -154,6 +154,6 @@ def test_how_long_the_saving_took_is_told_where_the_launch_got_the_signal(make):
 
     assert (verdict.kind, verdict.certainty) == ("interrupted", "established")
     assert verdict.statement == (
-        "The run was ended from outside by SIGTERM; no overflow had been seen. Ranks 0 and 1 ended with exit code 7, up "
-        "to 3.2 s after SIGTERM had reached them."
+        "The run was ended from outside by SIGTERM; no overflow had been seen. Ranks 0 and 1 ended with exit code 7, "
+        "up to 3.2 s after SIGTERM had reached them."
     )
