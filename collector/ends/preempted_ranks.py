@@ -65,7 +65,7 @@ def departure_of(rank: RankFacts, from_launcher: bool = False) -> RankDeparture 
     exit_, script = rank.exit, rank.script_exit
     if exit_ is None or rank.error is not None or (script is None and (rank.code or 0) < 0):
         return None
-    left_ns = script.where.time_ns if script is not None else exit_.ended_ns
+    left_ns = (script.where.time_ns if script is not None else 0) or exit_.ended_ns  # its agent may have told it
     found = []
     for heard in exit_.heard:
         times = [ns for ns in (heard.time_ns, heard.parent_ns if from_launcher else 0) if ns]

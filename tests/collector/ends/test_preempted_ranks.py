@@ -148,6 +148,16 @@ def test_of_two_signals_the_one_whose_handler_left_counts(make):
     assert verdict_of(make, leaves(0, *two)).signal == "SIGTERM"
 
 
+def test_a_rank_whose_agent_tells_its_end_has_left_then(make):
+    """Below `gpuwatch run`, the script's own Python cannot tell its exit code, nor when."""
+    where = RunPosition(0, step=4, batch=4)
+    exit_ = WorkerExit(where, 7, "itself", "finished", ended_ns=NOON, heard=[heard()])
+    verdict = verdict_of(make, [EventMessage(ScriptExit(where, 7)), EventMessage(exit_)])
+
+    assert verdict.kind == "interrupted"
+    assert "exit code 7, 3.2 s later" in verdict.statement
+
+
 def test_how_long_the_saving_took_is_told_where_the_launch_got_the_signal(make):
     saved = [leaves(rank, heard(from_launcher=True), by="torchrun") for rank in range(2)]
     verdict = verdict_of(make, *saved, launch=15)
