@@ -183,6 +183,8 @@ def main():
         loss.backward()
         optimizer.step()
         save(batch)
+    if HOW == "shorter loader" and mine:
+        at_fault()
     del model, optimizer, loss
     dist.destroy_process_group()
 
