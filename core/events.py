@@ -817,7 +817,7 @@ _COST_FRAMES = (
     "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
     "the weights of a step, the step of a weight, attach, settle, run, recorder"
 )
-_COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers, data loaders"
+_COST_EVIDENCE = "preflight, collectives, stacks, signals, a second run, buffers, data loaders"
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
 """About how frames are read and written, and what else is reported about a rank."""

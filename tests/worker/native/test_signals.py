@@ -8,11 +8,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from gpuwatch.core.events import HeardSignal
 from gpuwatch.core.recorder.heard_signals import ENTRY, HEARD, HEARD_AT, HEARD_BYTES, read_heard
+
+from ...waiting import until
 
 signals = pytest.importorskip("gpuwatch.worker.native.signals", reason="signals.c was not built")
 BATCH_AT = 8
@@ -31,6 +34,10 @@ class NotedSignals:
     def handle(self, number, frame):
         self.calls.append(number)
 
+    def wait_for(self, calls: int) -> None:
+        """Linux may give the signal to any thread, and Python runs the handler in this one after that."""
+        until(lambda: len(self.calls) == calls, f"{calls} calls of the handler")
+
     @property
     def heard(self) -> list[HeardSignal]:
         return read_heard(self.memory[HEARD_AT : HEARD_AT + HEARD_BYTES])
@@ -43,10 +50,25 @@ def as_before() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def from_outside() -> int:
-    """A process that is not this one sends SIGTERM. Returns its id."""
-    child = subprocess.Popen(["sh", "-c", f"exec kill -TERM {os.getpid()}"])
-    child.wait()
+@contextmanager
+def sender() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is not this one: it sends SIGTERM once it reads a line."""
+    command = ["sh", "-c", f"read go && exec kill -TERM {os.getpid()}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        yield child
+
+
+def go(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    os.write(child.stdin.fileno(), b"go\n")
+
+
+def from_outside(noted: NotedSignals) -> int:
+    """Another process sends SIGTERM, and the handler was called. Returns its id."""
+    before = len(noted.calls)
+    with sender() as child:
+        go(child)
+        noted.wait_for(before + 1)
     return child.pid
 
 
@@ -63,11 +85,11 @@ def test_the_handler_is_called_as_it_is_without_a_note():
     assert signals.stand_before(signal.SIGTERM, TERM) is True
     assert signals.stand_before(signal.SIGTERM, TERM) is True  # and not before itself
 
-    before_ns, sender, after_ns = time.time_ns(), from_outside(), time.time_ns()
+    before_ns, pid, after_ns = time.time_ns(), from_outside(noted), time.time_ns()
     assert noted.calls == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == noted.handle
     (heard,) = noted.heard
-    assert (heard.number, heard.batch, heard.sender, heard.parent_ns) == (signal.SIGTERM, 6, sender, 0)
+    assert (heard.number, heard.batch, heard.sender, heard.parent_ns) == (signal.SIGTERM, 6, pid, 0)
     assert before_ns <= heard.time_ns <= after_ns
 
 
@@ -75,9 +97,9 @@ def test_the_first_one_stays():
     noted = NotedSignals()
     signal.signal(signal.SIGTERM, noted.handle)
     signals.stand_before(signal.SIGTERM, TERM)
-    from_outside()
+    from_outside(noted)
     first = noted.heard
-    from_outside()
+    from_outside(noted)
 
     assert noted.heard == first
     assert len(noted.calls) == 2
@@ -93,10 +115,9 @@ def test_what_a_handler_raises_is_the_scripts():
     noted = NotedSignals()
     signal.signal(signal.SIGTERM, handle)
     signals.stand_before(signal.SIGTERM, TERM)
-    with pytest.raises(PreemptedError):
-        from_outside()
-        for _ in range(1000):  # Python runs it between two bytecodes
-            pass
+    with sender() as child, pytest.raises(PreemptedError):
+        go(child)
+        until(lambda: False, "what the handler raises")
     assert [heard.number for heard in noted.heard] == [signal.SIGTERM]
 
 
@@ -106,9 +127,9 @@ def test_a_signal_of_the_ranks_own_is_not_noted():
     signals.stand_before(signal.SIGTERM, TERM)
     signal.raise_signal(signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
+    noted.wait_for(2)
 
     assert noted.heard == []
-    assert len(noted.calls) == 2
 
 
 def test_what_its_parent_sends_is_told_apart():
@@ -116,9 +137,10 @@ def test_what_its_parent_sends_is_told_apart():
     noted = NotedSignals()
     signal.signal(signal.SIGTERM, noted.handle)
     signals.stand_before(signal.SIGTERM, TERM)
-    with subprocess.Popen(["sh", "-c", f"read go && exec kill -TERM {os.getpid()}"], stdin=subprocess.PIPE) as parent:
+    with sender() as parent:
         signals.note_in(noted.memory, HEARD_AT, len(HEARD), BATCH_AT, parent.pid)
-        parent.communicate(b"go\n")
+        go(parent)
+        noted.wait_for(1)
 
     (heard,) = noted.heard
     assert (heard.time_ns, heard.sender) == (0, 0)
@@ -164,7 +186,7 @@ def test_the_flags_of_the_handler_stay():
     signal.siginterrupt(signal.SIGTERM, False)
     signals.stand_before(signal.SIGTERM, TERM)
     signal.siginterrupt(signal.SIGTERM, True)
-    from_outside()
+    from_outside(noted)
 
     assert len(noted.calls) == len(noted.heard) == 1
 
