@@ -742,6 +742,8 @@ class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
     code: int
     tensors: list[ScriptTensor] = []
     """As in ScriptError; [] for code 0."""
+    handler: int = 0
+    """The signal whose handler called sys.exit; 0: none."""
 
 
 class LeftGroup(RankEvent, frozen=True, tag="left_group"):
@@ -815,7 +817,7 @@ _COST_FRAMES = (
     "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
     "the weights of a step, the step of a weight, attach, settle, run, recorder"
 )
-_COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers, data loaders"
+_COST_EVIDENCE = "preflight, collectives, stacks, signals, a second run, buffers, data loaders"
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
 """About how frames are read and written, and what else is reported about a rank."""
@@ -927,6 +929,20 @@ class ThreadSeen(msgspec.Struct, frozen=True):
     """`data.py:7 in load`; "" is unknown."""
 
 
+class HeardSignal(msgspec.Struct, frozen=True):
+    """A signal has reached a handler of a rank's script (core/recorder/heard_signals.py). Times by its host's clock."""
+
+    number: int
+    time_ns: int = 0
+    """When it first came from outside of the rank, and not from its launcher; 0: it did not."""
+    batch: int = -1
+    """The rank's batch then; -1: before the first one."""
+    sender: int = 0
+    """The process that sent it; 0: the kernel, or one of another namespace of processes."""
+    parent_ns: int = 0
+    """When it first came from the rank's parent, its launcher; 0: it did not."""
+
+
 class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
@@ -958,6 +974,8 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     process ending, or its launcher reported the end. 0: unknown."""
     alive_ns: int = 0
     """When its agent last saw the process not ending; 0: unknown. It ended between this and `ended_ns`."""
+    heard: list[HeardSignal] = []
+    """Signals that had reached handlers of its script."""
 
 
 class RankStall(RankEvent, frozen=True, tag="stalled"):

@@ -39,7 +39,7 @@ def from_outside(error: BaseException) -> bool:
     handlers: set[CodeType] | None = None
     trace = error.__traceback__
     while trace is not None:
-        if _has_interrupted_its_caller(trace.tb_frame):
+        if _interrupting(trace.tb_frame):
             return True
         if handlers is None:
             handlers = _handlers()
@@ -47,6 +47,16 @@ def from_outside(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def handler_in(error: BaseException) -> int:
+    """The signal whose handler has raised `error`, as far as its frame still shows it; 0 if there is none."""
+    trace = error.__traceback__
+    while trace is not None:
+        if number := _interrupting(trace.tb_frame):
+            return number
+        trace = trace.tb_next
+    return 0
 
 
 class suppress_own(suppress):  # as contextlib.suppress, in whose place it stands
@@ -75,14 +85,15 @@ def then_put_back(run: Callable[[], T], put_back: Callable[[], object]) -> T:
     return result
 
 
-def _has_interrupted_its_caller(frame: FrameType) -> bool:
+def _interrupting(frame: FrameType) -> int:
+    """The signal of a handler's frame: the handler has interrupted its caller. 0 of any other frame."""
     code, found, caller = frame.f_code, frame.f_locals, frame.f_back
     if caller is None:
-        return False
+        return 0
     given: list[Any] = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & 0x04:  # inspect.CO_VARARGS
         given += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount]) or ()
-    return any(second is caller and isinstance(first, int) for first, second in pairwise(given))
+    return next((int(first) for first, second in pairwise(given) if second is caller and isinstance(first, int)), 0)
 
 
 def _handlers() -> set[CodeType]:

@@ -55,11 +55,19 @@ _WITHOUT_RECURSION = (
 )
 
 
+_WITHOUT_SIGNALS = (
+    "worker/native/signals.c of gpuwatch was not built for this Python, so a job whose ranks alone are sent a signal, "
+    "and leave with an exit code of their own, is told as a crash (docs/verdicts/interrupted.md)"
+)
+
+
 def without_c() -> str:
     """What this Python lacks of the part in C; "" if it lacks nothing."""
     if not host.has_part_in_c():
         return _FREE_THREADED if sysconfig.get_config_var("Py_GIL_DISABLED") else WITHOUT_C
-    return "" if host.has_part_in_c("recursion") else _WITHOUT_RECURSION
+    if not host.has_part_in_c("recursion"):
+        return _WITHOUT_RECURSION
+    return "" if host.has_part_in_c("signals") else _WITHOUT_SIGNALS
 
 
 def say_signal(number: int) -> None:

@@ -35,8 +35,8 @@ def build(folder: Path) -> None:
     )
     native = folder / "gpuwatch" / "worker" / "native"
     built = sorted(path.name.partition(".")[0] for path in native.glob("*.so"))
-    if built != ["core", "recursion"]:  # both are optional, and their errors are no error
-        raise SystemExit(f"expected core and recursion, built {built}:\n{done.stdout}{done.stderr}")
+    if built != ["core", "recursion", "signals"]:  # all are optional, and their errors are no error
+        raise SystemExit(f"expected core, recursion and signals, built {built}:\n{done.stdout}{done.stderr}")
     for source in (ROOT, ROOT / "worker", ROOT / "worker" / "native"):
         target = folder / "gpuwatch" / source.relative_to(ROOT)
         for path in source.iterdir():
@@ -67,9 +67,10 @@ def main() -> int:
         folder = Path(name)
         build(folder)
         around = environment(folder)
-        ask = "from gpuwatch.worker.native import core, recursion; print(core.__file__, recursion.__file__)"
+        names = "core, recursion, signals"
+        ask = f"from gpuwatch.worker.native import {names}; print(*(part.__file__ for part in ({names})))"
         done = subprocess.run([sys.executable, "-c", ask], env=around, cwd=ROOT, capture_output=True, text=True)
-        if done.stdout.count(name) != 2:
+        if done.stdout.count(name) != 3:
             raise SystemExit(f"expected extensions in {name}, found:\n{done.stdout}{done.stderr}")
         # pytest's own handler of SIGSEGV would come before the sanitizer's
         pytest = ("-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider", "-m", "not gpu", *TESTS)

@@ -90,6 +90,7 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
         say(coded(f"rank {identity.rank} goes on unwatched, no recorder: {error}", Code.NO_RECORDER))
         return None
     session.answer_with_stacks()
+    session.note_signals()
     watch_the_ends()
     return session
 

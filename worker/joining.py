@@ -258,6 +258,7 @@ class _JoiningProcess:
         self._as_first_free(open_it)
         assert self._session is not None
         self._session.answer_with_stacks()
+        self._session.note_signals()
 
     def _rename(self, session: WorkerSession, rank: int, local_rank: int, world_size: int) -> None:
         """Rename the recorder from the process id to this rank."""
@@ -272,6 +273,7 @@ class _JoiningProcess:
 
         self._as_first_free(rename)
         session.answer_with_stacks()
+        session.note_signals()
 
     def _as_first_free(self, take: Callable[[WorkerSettings, int], None]) -> None:
         """Call `take` with the settings and the place of each attempt that this may be, until its file is a new one."""

@@ -27,12 +27,13 @@ from ..core.identity import is_from_peer_failure
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
-from ..core.signal_errors import from_outside, suppress_own
+from ..core.signal_errors import from_outside, handler_in, suppress_own
 from ..core.torch_names import NEWEST, missing, release_of
 from .answers import answer_with_stacks, have_it_recorded
 from .patches import after_import, replaced
 from .rank_process import Undo, hear_of_ends, note_at, note_when_used, wait_for_use, watch_children
 from .record.collectives import issued, position
+from .signal_notes import note_signals
 
 if TYPE_CHECKING:
     from .module_hooks import ModuleHooks
@@ -194,7 +195,8 @@ class WorkerSession:
             return
         arrived, stop = self.settle(), sys.exc_info()[1]
         tensors = self._tensors_of(stop) if arrived and code and isinstance(stop, SystemExit) else []
-        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1)), tensors))
+        handler = handler_in(stop) if isinstance(stop, SystemExit) else 0
+        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1)), tensors, handler))
         self.enter(RankPhase.FINISHED)
 
     def _tensors_of(self, error: BaseException, message: str | None = None) -> list[ScriptTensor]:
@@ -250,6 +252,15 @@ class WorkerSession:
             if from_outside(error):
                 raise
             self.record_fault("stacks", f"{type(error).__name__}: {error}")
+
+    def note_signals(self) -> None:
+        """Note which signals reach handlers of the script's. Never raises."""
+        try:
+            note_signals(self.recorder)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            self.record_fault("signals", f"{type(error).__name__}: {error}")
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""

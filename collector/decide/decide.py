@@ -17,6 +17,7 @@ from ..ends.abort_verdict import abort_verdict, missed_init_verdict
 from ..ends.ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.missing_nodes import unheard_nodes
+from ..ends.preempted_ranks import preemption_verdict
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
@@ -31,6 +32,7 @@ def decide(facts: RunFacts) -> Verdict:
         overflow_verdict,
         unnamed_overflow_verdict,
         hang_verdict,
+        preemption_verdict,
         ended_verdict,
         abort_verdict,
         missed_init_verdict,

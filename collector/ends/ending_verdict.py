@@ -19,6 +19,7 @@ from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
+from .preempted_ranks import saving_text
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -371,15 +372,13 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     why = f" ({reason})" if reason else ""
     what, seen = ("check", "") if facts.check_only else ("run", "; no overflow had been seen")
     stood, (waited, steps) = stood_still(facts), waited_for_nodes(facts)
-    codes = grouped(
-        (rank for rank in facts.of_attempt(facts.last_attempt) if (rank.code or 0) > 0), lambda rank: rank.code
-    )
-    ended = [
-        f"{ranks_text([rank.rank for rank in ranks])} ended with exit code {code}" for code, ranks in codes.items()
-    ]
+    ranks = facts.of_attempt(facts.last_attempt)
+    codes = grouped((rank for rank in ranks if (rank.code or 0) > 0), lambda rank: rank.code)
+    ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The {what} was ended from outside by {name}{why}{seen}.{waited}" + (f" {stood.statement}" if stood else ""),
+        f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"
+        + (f" {stood.statement}" if stood else ""),
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,

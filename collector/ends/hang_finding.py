@@ -6,7 +6,7 @@ The ranks' tables of their process groups come first (hang_groups.py), then thei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +39,7 @@ def find_hang(
 ) -> HangFinding | None:
     """The hang, and who is at fault. None if it is no hang:
 
-    - no rank has answered, or all that have are stopped by a signal or a debugger;
+    - no rank has answered, or all that have are stopped by a signal or a debugger, and no other rank has failed;
     - no rank waits, and one computes: an import, a compilation or a search moves nothing in the recorder.
 
     `ended` are the ranks of that attempt that have ended, with how they did. `world_size` is how many ranks there are.
@@ -54,7 +54,8 @@ def find_hang(
     looks = [structs.replace(look, groups=list(tables[look.where.rank])) for look in looks]
     looks = sorted((look for look in looks if look.where.rank not in gone), key=lambda look: look.where.rank)
     positions = {look.where.rank: position_of(look) for look in looks}
-    if all(position.kind == "stopped" for position in positions.values()):
+    has_failed = any(exit_.code != 0 for exit_ in ended.values())
+    if all(position.kind == "stopped" for position in positions.values()) and not (positions and has_failed):
         return None
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
     scene = _StackScene(looks, positions, left, world_size, world_size - len(positions) - len(ended), over)
@@ -121,9 +122,28 @@ class _StackScene:
             return absent(away, where, waiting, self.waited, sure=sure, what=what, ended=self.over)
         if away and any(computes(look) for look in self.looks):
             return None
+        if stopped := self._stopped(raised):
+            return self._is_stopped(stopped)
         if len(self.looks) == 1 and len(self.left) == self.world_size - 1 > 0 and away:
             return self._last_one(away[0])
         return self._nobody_waits(away) if away else self._all_wait(waiting)
+
+    def _stopped(self, raised: Collection[int]) -> list[int]:
+        """The ranks that a signal has stopped, if all others have lost a peer or ended; [] if a debugger has one."""
+        stopped = [look.where.rank for look in self.looks if look.state == "T"]
+        return stopped if len(stopped) == len(self.positions.keys() - raised) else []
+
+    def _is_stopped(self, stopped: list[int]) -> HangFinding:
+        """Linux has them stopped: that needs no answer of theirs. The others have waited for them, and given up."""
+        one = len(stopped) == 1
+        it, them, its = ("it", "it", "its") if one else ("they", "them", "their")
+        doing = f", {self.positions[stopped[0]].doing}" if one else ""
+        statement = (
+            f"{capital(stopped, 'is', 'are')} stopped (by SIGSTOP or Ctrl-Z){doing}: {it} can do nothing until "
+            f"SIGCONT, and no other rank goes on without {them}."
+        )
+        next_ = [f"Look for who stopped {them}; kill -CONT with {its} process id lets {them} go on."]
+        return HangFinding(statement, Certainty.SUPPORTED, stopped, next_, cause="stopped")
 
     def does_not_end(self) -> HangFinding:
         """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""

@@ -41,7 +41,7 @@ class HangFinding:
     next: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     cause: str = ""
-    """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`; "" where none of them
+    """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`, `stopped`; "" where none of them
     is known."""
     may_end: bool = True
     """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""

@@ -218,7 +218,9 @@ def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
         if exit_.code != -signal.SIGABRT or not placed:
             return None
     look = last_look(rank)
-    line = position_of(look).line if look is not None else ""
+    seen = position_of(look) if look is not None else None
+    does = seen.what if seen is not None and seen.kind == "stopped" else doing(exit_)
+    line = seen.line if seen is not None else ""
     operation = BACKWARD if reduces and (failed or not placed) else ""
     kind: Kind = "waits" if placed else "may wait" if failed or operation else "away"
-    return RankPosition(kind, doing(exit_), operation, line, groups=exit_.groups, failed=failed)
+    return RankPosition(kind, does, operation, line, groups=exit_.groups, failed=failed)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
-from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, WorkerEvent
+from ..events import Anomaly, Definition, GroupState, HeardSignal, LogEntry, ModuleDef, RootDef, WorkerEvent
 from ..guest.own_files import OwnDescriptor
 from ..signal_errors import from_outside
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups, widened
+from .heard_signals import HEARD_AT, HEARD_BYTES, read_heard
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
 
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -222,6 +223,10 @@ class RecorderReader:
         """What the rank does in its process groups."""
         ahead_ns = min(-time.monotonic_ns() + time.time_ns() for _ in range(_READS))  # the least delay between the two
         return read_groups(self._groups(), time.monotonic_ns(), ahead_ns)
+
+    def heard(self) -> list[HeardSignal]:
+        """The signals that have reached handlers of the script."""
+        return read_heard(self._read(HEARD_AT, HEARD_BYTES))
 
     def steps(self, after: int) -> list[tuple[int, TimedStep]]:
         """(count, step) of the timed steps after the first `after` ones, as far as the ring still holds them."""

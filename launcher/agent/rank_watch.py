@@ -168,6 +168,7 @@ class RankWatch:
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
         exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        exit_ = replace(exit_, heard=reader.heard())
         if look is not None:
             exit_ = replace(exit_, main=look.main, state=look.state, busy=look.busy, still_s=look.still_s)
         elif by == "itself":

@@ -126,7 +126,7 @@ FLOORS = {
         "record",
         "device",
         "record/notable.py record/tensor_stats.py record/host_reduce.py",
-        "native patches.py answers.py folded_errors.py explain/reproduce.py",
+        "native patches.py answers.py signal_notes.py folded_errors.py explain/reproduce.py",
     ],
     "launcher": [
         "run",

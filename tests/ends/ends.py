@@ -3,7 +3,8 @@
 With --two-nodes each job has two nodes, in namespaces with a network of their own (tests/e2e/net/network.py): for root.
 
 Prints a row for each job and a table: right (the rank at fault, and nobody else), less (unknown, or the rank beside
-others), wrong (an innocent rank), over-sure (established, and not right).
+others), wrong (an innocent rank), over-sure (established, and not right). Of the jobs that were right it prints how
+long after the fault the terminal first named the rank (named_after.py), by kind of verdict.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
+
+if __package__:
+    from .named_after import TimedLine, fault_s, named_after_s
+else:
+    from named_after import TimedLine, fault_s, named_after_s
 
 JOB = Path(__file__).parents[1] / "e2e" / "scripts" / "bad_ends.py"
 
@@ -33,7 +41,7 @@ PATIENCE_S = 120
 
 
 class BadEnd(NamedTuple):
-    """One way to end. `blames`: the guilty rank, or all; `kinds`: verdicts that are right."""
+    """One way to end. `blames`: the guilty rank, all, or nobody; `kinds`: verdicts that are right."""
 
     how: str
     kinds: tuple[str, ...]
@@ -68,6 +76,11 @@ WAYS = [
     BadEnd("other size", ("hang", "crash")),
     BadEnd("other collective", ("hang", "crash")),
     BadEnd("groups in another order", ("hang", "crash")),
+    BadEnd("preempted: launch", ("interrupted",), "nobody"),
+    BadEnd("preempted: every process", ("interrupted",), "nobody"),
+    BadEnd("preempted: ranks", ("interrupted",), "nobody"),
+    BadEnd("preempted: in a handler", ("interrupted",), "nobody"),
+    BadEnd("preempted: one rank", ("interrupted",)),
 ]
 
 
@@ -80,6 +93,10 @@ class EndedJob(NamedTuple):
     grade: str
     seconds: float
     said: str
+    kind: str = ""
+    """The verdict's."""
+    to_name_s: float | None = None
+    """From the fault to the first line on the terminal that names who is at fault."""
 
 
 def jobs(seed: int, number: int, sizes: tuple[int, ...] = (2, 3, 4)) -> list[tuple[BadEnd, int, int]]:
@@ -109,23 +126,38 @@ def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJ
             for command in commands
         ]
         with ThreadPoolExecutor(len(started)) as pool:
-            errors = list(pool.map(output_of, started))
+            outputs = list(pool.map(output_of, started))
         seconds = time.monotonic() - began
         reports = list(Path(folder).glob("gpuwatch-runs/*-*/report.json"))
         verdict = json.loads(reports[0].read_text())["verdict"] if reports else None
+        began_s = fault_s(Path(folder))
     if verdict is None:
-        return EndedJob(way, guilty, nproc, "wrong", seconds, f"no report: {errors[0][-300:]}")
-    return EndedJob(way, guilty, nproc, grade(way, guilty, nproc, verdict), seconds, text_of(verdict))
+        said = "".join(text for _, text in outputs[0])
+        return EndedJob(way, guilty, nproc, "wrong", seconds, f"no report: {said[-300:]}")
+    graded = grade(way, guilty, nproc, verdict)
+    to_name_s = None
+    if began_s is not None:
+        named = [named_after_s(lines, began_s, ranks_at_fault(way, guilty, nproc)) for lines in outputs]
+        to_name_s = min((after for after in named if after is not None), default=None)
+    return EndedJob(way, guilty, nproc, graded, seconds, text_of(verdict), verdict["kind"], to_name_s)
 
 
-def output_of(launch: subprocess.Popen[str]) -> str:
-    """What it has told. A job that torchrun does not end is ended as by `scancel`: it may wait for a node that left,
-    or for a rank that is stopped."""
+def output_of(launch: subprocess.Popen[str]) -> list[TimedLine]:
+    """What it has told, and when. A job that torchrun does not end is ended as by `scancel`: it may wait for a node
+    that left, or for a rank that is stopped."""
+    stderr = launch.stderr
+    assert stderr is not None
+    lines: list[TimedLine] = []
+    reader = threading.Thread(target=lambda: lines.extend((time.time(), line) for line in stderr))
+    reader.start()
     try:
-        return launch.communicate(timeout=PATIENCE_S)[1]
+        launch.wait(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         launch.send_signal(signal.SIGTERM)
-        return launch.communicate(timeout=600)[1]
+        launch.wait(timeout=600)
+    reader.join()
+    stderr.close()
+    return lines
 
 
 @contextmanager
@@ -163,7 +195,7 @@ def _network() -> Any:
 
 def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
     """`right`, `less`, `wrong` or `over-sure`."""
-    at_fault = set(range(nproc)) if way.blames == "all" else {guilty}
+    at_fault = ranks_at_fault(way, guilty, nproc)
     named = {verdict["rank"]} - {None} | {one["rank"] for one in verdict["concurrent"]}
     if named and not named & at_fault:
         return "wrong"
@@ -171,8 +203,13 @@ def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
         is_over = verdict["certainty"] == "established" and not named < at_fault
         return "over-sure" if is_over else "less"
     if verdict["kind"] not in (*way.kinds, "interrupted"):
-        return "wrong"
+        return "less" if verdict["kind"] == "unknown" else "wrong"
     return "right"
+
+
+def ranks_at_fault(way: BadEnd, guilty: int, nproc: int) -> set[int]:
+    """Whom a right verdict names."""
+    return {"all": set(range(nproc)), "nobody": set(), "guilty": {guilty}}[way.blames]
 
 
 def text_of(verdict: dict) -> str:
@@ -193,11 +230,25 @@ def main() -> int:
         ended = []
         for one in pool.map(lambda job: run(*job, given.two_nodes), chosen):
             ended.append(one)
-            print(f"{one.grade:<9} {one.way.how} (rank {one.guilty} of {one.nproc}, {one.seconds:.0f} s): {one.said}")
+            named = f", named after {one.to_name_s:.1f} s" if one.to_name_s is not None else ""
+            job = f"rank {one.guilty} of {one.nproc}, {one.seconds:.0f} s{named}"
+            print(f"{one.grade:<9} {one.way.how} ({job}): {one.said}")
             sys.stdout.flush()
     grades = Counter(one.grade for one in ended)
     print(", ".join(f"{grades[name]} {name}" for name in ("right", "less", "wrong", "over-sure")))
+    print(*times_to_name(ended), sep="\n")
     return int(bool(grades["wrong"] or grades["over-sure"]))
+
+
+def times_to_name(ended: list[EndedJob]) -> Iterator[str]:
+    """`crash: named after 1.6 s (median), at most 4.0 s, in 41 jobs`, for the kinds of those that were right."""
+    by_kind: dict[str, list[float]] = {}
+    for one in ended:
+        if one.grade == "right" and one.to_name_s is not None:
+            by_kind.setdefault(one.kind, []).append(one.to_name_s)
+    for kind, seconds in sorted(by_kind.items()):
+        many = f"in {len(seconds)} jobs" if len(seconds) > 1 else "in 1 job"
+        yield f"{kind}: named after {median(seconds):.1f} s (median), at most {max(seconds):.1f} s, {many}"
 
 
 if __name__ == "__main__":

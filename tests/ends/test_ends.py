@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .ends import WAYS, grade, jobs, run, why_no_two_nodes
+from .ends import WAYS, EndedJob, grade, jobs, run, times_to_name, why_no_two_nodes
+from .named_after import fault_s, named_after_s
 
 ONE_OF_EACH = jobs(1, len(WAYS))
 ON_TWO_NODES = jobs(2, len(WAYS), (2, 4))
@@ -47,6 +48,58 @@ def test_how_a_verdict_is_graded(rank, concurrent, certainty, expected):
         "statement": "",
     }
     assert grade(next(way for way in WAYS if way.how == "raises"), 1, 2, verdict) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "expected"),
+    [("interrupted", None, "right"), ("unknown", None, "less"), ("crash", None, "wrong"), ("crash", 1, "wrong")],
+)
+def test_how_a_verdict_on_a_preempted_job_is_graded(kind, rank, expected):
+    verdict = {"kind": kind, "certainty": "supported", "rank": rank, "concurrent": [], "statement": ""}
+    assert grade(next(way for way in WAYS if way.how == "preempted: ranks"), 1, 2, verdict) == expected
+
+
+REPORT = [
+    (20.0, "VERDICT  crash, established [GW102]"),
+    (20.1, "Rank 1 on vm raised ValueError: no such shard, and ranks 0 and 2"),
+    (20.2, "ended because of it."),
+    (20.3, "Why"),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "at_fault", "expected"),
+    [
+        (REPORT, {1}, 10.3),
+        ([(12.0, "gpuwatch: hang: rank 1 never reached all_reduce, in which rank 0 waits"), *REPORT], {1}, 2.0),
+        ([(12.0, "[rank1]: ValueError: no such shard"), *REPORT], {1}, 10.3),
+        ([(12.0, "gpuwatch: rank 0: connection closed by peer, by rank 1"), *REPORT], {1}, 10.3),
+        ([(9.0, "gpuwatch: rank 1 is late"), *REPORT], {1}, 10.3),
+        (REPORT, {0}, None),
+        (REPORT, set(), 10.3),
+        ([], {1}, None),
+        ([(12.0, "gpuwatch: ranks 1-3 and 5 raised")], {1, 2, 3, 5}, 2.0),
+    ],
+    ids=["report", "live", "not ours", "a victim", "before", "never", "nobody", "nothing", "several"],
+)
+def test_how_long_after_its_fault_a_rank_is_named(lines, at_fault, expected):
+    named = named_after_s(lines, 10.0, at_fault)
+    assert named == (pytest.approx(expected) if expected is not None else None)
+
+
+def test_the_first_fault_of_a_job_counts(tmp_path):
+    assert fault_s(tmp_path) is None
+    for rank, when in enumerate(("12.5", "11.25")):
+        (tmp_path / f"fault-{rank}").write_text(when)
+    assert fault_s(tmp_path) == 11.25
+
+
+def test_the_times_are_those_of_jobs_that_were_right():
+    def job(grade, seconds, kind="crash"):
+        return EndedJob(WAYS[0], 0, 2, grade, 9.0, "", kind, seconds)
+
+    ended = [job("right", 1.0), job("right", 4.0), job("right", 2.0), job("less", 90.0), job("right", None, "hang")]
+    assert list(times_to_name(ended)) == ["crash: named after 2.0 s (median), at most 4.0 s, in 3 jobs"]
 
 
 def test_each_way_comes_once_before_any_comes_again():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpuwatch.core.signal_errors import from_outside, suppress_own
+from gpuwatch.core.signal_errors import from_outside, handler_in, suppress_own
 
 from ..parsed import nodes_of
 
@@ -150,6 +150,19 @@ def test_what_a_handler_raises_is_not_ours(handled, kind):
     with pytest.raises((ValueError, ZeroDivisionError)) as caught:
         interrupted()
     assert from_outside(caught.value)
+
+
+def test_the_signal_whose_handler_ended_the_script_is_known(handled):
+    def leaves(number: int, frame: Any) -> None:
+        raise SystemExit(7)
+
+    handled(leaves)
+    with pytest.raises(SystemExit) as caught:
+        interrupted()
+    assert handler_in(caught.value) == signal.SIGUSR1
+    with pytest.raises(SystemExit) as caught:
+        leaves(signal.SIGUSR1, None)
+    assert handler_in(caught.value) == handler_in(SystemExit(7)) == 0
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -116,6 +116,42 @@ def test_all_ranks_stopped_is_somebody_at_work():
     assert find(look(0, [], state="T"), look(1, [], state="T")) is None
 
 
+def test_a_stopped_rank_for_which_the_others_have_given_up_is_named():
+    """Their group's timeout has raised in them; a rank that Linux has stopped cannot be asked."""
+    found = find(look(0, [], phase="raised"), look(1, [], state="T"))
+
+    assert (found.rank, found.certainty, found.cause) == (1, "supported", "stopped")
+    assert found.statement == (
+        "Rank 1 is stopped (by SIGSTOP or Ctrl-Z), outside of a forward, after batch 4: it can do nothing until "
+        "SIGCONT, and no other rank goes on without it."
+    )
+    several = find(look(0, [], phase="raised"), look(1, [], state="T"), look(2, [], state="T"))
+    assert several.ranks == [1, 2]
+
+
+@pytest.mark.parametrize("code", [1, -6])
+def test_a_stopped_rank_whose_peers_have_failed_is_named(code):
+    """On another node, torchrun has ended them and gone; this one waits for its own rank."""
+    found = find(look(1, [], state="T"), ended=left(0, code))
+
+    assert (found.rank, found.cause) == (1, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("looks", "ended"),
+    [
+        ([look(0, LOADING), look(1, [], state="T")], {}),
+        ([look(0, [], phase="raised"), look(1, [], state="t")], {}),
+        ([look(1, [], state="t")], left(0, 1)),
+        ([look(1, [], state="T")], left(0)),
+    ],
+    ids=["another may be elsewhere", "a debugger has it", "that alone", "its peers have ended well"],
+)
+def test_a_stopped_rank_need_not_be_the_reason(looks, ended):
+    found = find(*looks, ended=ended)
+    assert found is None or found.rank is None
+
+
 def test_a_rank_without_a_stack_is_no_proof():
     found = find(look(0, IN_ALL_REDUCE), look(1, []))
 

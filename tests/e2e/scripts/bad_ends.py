@@ -4,11 +4,13 @@ import ctypes
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,59 @@ AT = 3
 """The batch in which it happens."""
 GROUP_S = 7.0
 STILL_S = 4.0
+
+
+def at_fault():
+    """The fault comes next: told to ends.py, by the clock of this host."""
+    told = Path(f"fault-{RANK}.new")
+    told.write_text(str(time.time()))
+    told.rename(f"fault-{RANK}")
+
+
+class Preemption:
+    """SIGTERM comes from a process outside of the ranks; the script saves, and exits with 7."""
+
+    def __init__(self):
+        self.is_told = False
+        if HOW.startswith("preempted"):
+            signal.signal(signal.SIGTERM, self.hear)
+
+    def hear(self, number, frame):
+        self.is_told = True
+        if "handler" in HOW:
+            self.leave()
+
+    def begin(self, mine):
+        """What a scheduler does: each launch, each rank, or both are sent the signal."""
+        launch = os.getppid() if os.environ["LOCAL_RANK"] == "0" else None
+        who = {
+            "preempted: launch": [launch],
+            "preempted: every process": [launch, os.getpid()],
+            "preempted: ranks": [os.getpid()],
+            "preempted: in a handler": [os.getpid()],
+            "preempted: one rank": [os.getpid()] if mine else [],
+        }[HOW]
+        pids = [str(pid) for pid in who if pid is not None]
+        if pids:
+            at_fault()
+            subprocess.run(["sh", "-c", f"kill -TERM {' '.join(pids)}"], check=True)
+
+    def leave_if_told(self):
+        """All ranks leave at the same batch, if they can still ask each other."""
+        if HOW == "preempted: one rank":
+            told = self.is_told
+        else:
+            flag = torch.tensor(float(self.is_told))
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            told = bool(flag)
+        if told:
+            self.leave()
+
+    def leave(self):
+        with tempfile.TemporaryFile() as file:
+            torch.save(torch.ones(1 << 20), file)
+            os.fsync(file.fileno())
+        sys.exit(7)
 
 
 def elsewhere():
@@ -47,6 +102,8 @@ def fatal(name):
 
 def misbehave(mine):
     """What only the guilty rank does, before the batch."""
+    if mine or HOW == "all raise":
+        at_fault()
     if HOW.startswith("SIG") and mine:
         fatal(HOW)
     if HOW == "raises" and mine:
@@ -86,17 +143,21 @@ class Net(nn.Module):
 
     def forward(self, x):
         if HOW == "raises in the forward" and RANK == GUILTY and x.mean() > 2:
+            at_fault()
             raise RuntimeError("shape mismatch")
         return self.body(x) if HOW == "unused" else self.unused(self.body(x))
 
 
 def save(batch):
     if HOW == "raises in a save" and RANK == GUILTY and batch == AT:
+        at_fault()
         raise OSError(28, "No space left on device")
     dist.barrier()
 
 
 def main():
+    if HOW.endswith("before init") and RANK == GUILTY:
+        at_fault()
     if HOW == "raises before init" and RANK == GUILTY:
         raise ImportError("no module named flash")
     if HOW == "sleeps before init" and RANK == GUILTY:
@@ -105,20 +166,25 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mine = RANK == GUILTY
     groups = [dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(2)]
+    preemption = Preemption()
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    batches = AT if HOW == "shorter loader" and mine else 8
+    batches = AT if HOW == "shorter loader" and mine else 200 if HOW.startswith("preempted") else 8
     for batch in range(batches):
         if batch == AT:
-            misbehave(mine)
+            preemption.begin(mine) if HOW.startswith("preempted") else misbehave(mine)
+        if HOW.startswith("preempted"):
+            preemption.leave_if_told()
         if HOW == "groups in another order" and batch == AT:
             for group in reversed(groups) if mine else groups:
                 dist.all_reduce(torch.ones(2), group=group)
-        loss = model(torch.full((2, 8), float(batch))).square().mean()
+        loss = model(torch.full((2, 8), float(batch % 8))).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         save(batch)
+    if HOW == "shorter loader" and mine:
+        at_fault()
     del model, optimizer, loss
     dist.destroy_process_group()
 

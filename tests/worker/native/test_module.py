@@ -35,8 +35,10 @@ def test_it_is_not_built_for_a_python_without_the_gil():
 
 def test_that_is_said_at_the_start(monkeypatch):
     assert life.without_c() == ""
-    missing = {"recursion"}
+    missing = {"signals"}
     monkeypatch.setattr(life.host, "has_part_in_c", lambda name="core": name not in missing)
+    assert "signals.c" in life.without_c()
+    missing.add("recursion")
     assert "recursion limit" in life.without_c()
     missing.add("core")
     assert "C compiler" in life.without_c()

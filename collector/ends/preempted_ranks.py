@@ -1,0 +1,149 @@
+"""Ranks that a signal from outside told to end, and whose scripts then left with an exit code of their own. Pure.
+
+A scheduler that preempts a job may signal the ranks alone: `gpuwatch launch` hears nothing, and torchrun sees a rank
+that failed. The recorder has the signal (worker/native/signals.c).
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NamedTuple
+
+from ...core.events import HeardSignal
+from ...core.verdicts import Certainty, VerdictKind
+from ..facts.facts import RankFacts, RunFacts
+from ..facts.words import cascade_of, whose
+from ..report.model import Verdict
+from ..report.rank_states import signal_name
+from ..report.sentence_parts import grouped, ranks_text
+from .end_positions import aborted_in_a_wait
+from .ending_order import endings_of
+
+LEAVES_S = 900
+"""A script that ends later after the signal may have ended for another reason. SLURM's grace is minutes, and so is the
+saving of a large model."""
+
+_MEANS_END = (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU)
+_MOST_BATCHES = 2
+"""A script that leaves for a signal ends the batch that it is in; another one may accumulate gradients meanwhile."""
+
+
+class RankDeparture(NamedTuple):
+    """A rank's script has ended by sys.exit or os._exit, after a signal had reached a handler of its own."""
+
+    rank: RankFacts
+    number: int
+    """The signal."""
+    heard: HeardSignal
+    seconds: float
+    """From the signal to the end of the script; it may have saved a checkpoint then."""
+    by_handler: bool
+    """The handler itself has called sys.exit."""
+
+    @property
+    def code(self) -> int | None:
+        """What the script ended with."""
+        script = self.rank.script_exit
+        return script.code if script is not None else self.rank.code
+
+    @property
+    def line(self) -> str:
+        """`SIGTERM reached rank 1 from process 77, in batch 4; its script ended with exit code 7 3.2 s later`"""
+        sender = f" from process {self.heard.sender}" if self.heard.sender else ""
+        where = f"in batch {self.heard.batch}" if self.heard.batch >= 0 else "before its first batch"
+        who = f"{signal_name(self.number)} reached {ranks_text([self.rank.rank])}{sender}, {where}"
+        end = "its handler called sys.exit" if self.by_handler else "its script ended with exit code"
+        return f"{who}; {end}{f'({self.code})' if self.by_handler else f' {self.code}'}, {_text(self.seconds)} later"
+
+
+def departure_of(rank: RankFacts, from_launcher: bool = False) -> RankDeparture | None:
+    """None if no signal from outside preceded its end, or if an exception or another signal ended it.
+
+    `from_launcher`: one that its launcher has sent counts, too. If several signals came, the one whose handler ended
+    the script counts, else the last that came. A signal that scripts have other uses for counts if the rank left soon.
+    """
+    exit_, script = rank.exit, rank.script_exit
+    if exit_ is None or rank.error is not None or (script is None and (rank.code or 0) < 0):
+        return None
+    left_ns = (script.where.time_ns if script is not None else 0) or exit_.ended_ns  # its agent may have told it
+    found = []
+    for heard in exit_.heard:
+        times = [ns for ns in (heard.time_ns, heard.parent_ns if from_launcher else 0) if ns]
+        by_handler = script is not None and script.handler == heard.number
+        batches = exit_.where.batch - heard.batch
+        is_meant = by_handler or from_launcher or heard.number in _MEANS_END or batches <= _MOST_BATCHES
+        if is_meant and times and 0 <= left_ns - min(times) <= LEAVES_S * 10**9:
+            found.append(RankDeparture(rank, heard.number, heard, (left_ns - min(times)) / 1e9, by_handler))
+    return min(found, key=lambda one: (not one.by_handler, one.seconds), default=None)
+
+
+def saving_text(ranks: list[RankFacts]) -> str:
+    """How long the scripts of ranks went on after the signal that ended their launch; "" if none has left by itself.
+
+    ` Ranks 0 and 1 ended with exit code 7, up to 3.2 s after SIGTERM had reached them.`
+    """
+    left = [one for rank in ranks if (one := departure_of(rank, from_launcher=True)) is not None]
+    said = ""
+    for (code, number), same in grouped(left, lambda one: (one.code, one.number)).items():
+        who, seconds = ranks_text([one.rank.rank for one in same]), max(one.seconds for one in same)
+        how_long, them = (_text(seconds), "it") if len(same) == 1 else (f"up to {_text(seconds)}", "them")
+        name = signal_name(number)
+        said += f" {who[0].upper()}{who[1:]} ended with exit code {code}, {how_long} after {name} had reached {them}."
+    return said
+
+
+def preemption_verdict(facts: RunFacts) -> Verdict | None:
+    """None if a launch got the signal itself, or if a rank ended for another reason than that or its peers' end."""
+    if not facts.failed_by_itself:
+        return None
+    ranks = facts.of_attempt(facts.last_attempt)
+    ended = endings_of(facts, facts.last_attempt).by_themselves
+    found = [one for rank in ranks if (one := departure_of(rank)) is not None]
+    left = [one for one in found if one.code != 0 or one.by_handler or one.rank in ended]
+    if not left:
+        return None
+    number, leavers = left[0].number, [one.rank for one in left]
+    others = [rank for rank in ended if rank not in leavers and rank.own_code != -number]
+    waited = aborted_in_a_wait(ranks)
+    if any(one.number != number for one in left) or not all(rank in waited or _follows(rank) for rank in others):
+        return None
+    reached = [rank for rank in ranks if rank in leavers or rank.own_code == -number or _has_heard(rank, number)]
+    sure = all(one.by_handler for one in left) and all(rank.exit and rank.exit.by == "torchrun" for rank in others)
+    only = reached[0] if len(reached) == 1 and len(ranks) > 1 else None
+    return Verdict(
+        VerdictKind.INTERRUPTED,
+        f"{_reached(facts, reached, signal_name(number))}, and {_left(left)}; no overflow had been seen.",
+        Certainty.ESTABLISHED if sure else Certainty.SUPPORTED,
+        **(whose(facts, only) if only is not None else {}),
+        attempt=facts.last_attempt,
+        signal=signal_name(number),
+        evidence=[*(one.line for one in left), f"{facts.starter} got no signal: it was sent to the ranks"],
+        next=["Start the job again, from the checkpoint that its script has saved, if it has."],
+        cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in reached}),
+    )
+
+
+def _has_heard(rank: RankFacts, number: int) -> bool:
+    return rank.exit is not None and any(one.number == number and one.time_ns for one in rank.exit.heard)
+
+
+def _follows(rank: RankFacts) -> bool:
+    """Whether it ended because others had."""
+    lost_a_peer = rank.error.peer_failure if rank.error is not None else rank.hid_a_peer_failure
+    return lost_a_peer or (rank.error is None and rank.exit is not None and rank.exit.by == "torchrun")
+
+
+def _reached(facts: RunFacts, reached: list[RankFacts], name: str) -> str:
+    host = facts.host(reached[0]) if len(reached) == 1 else ""
+    return f"{name} reached {ranks_text([rank.rank for rank in reached])}{f' on {host}' if host else ''} from outside"
+
+
+def _left(left: list[RankDeparture]) -> str:
+    codes = " or ".join(str(code) for code in sorted({one.code or 0 for one in left}))
+    if len(left) == 1:
+        return f"its script ended with exit code {codes}, {_text(left[0].seconds)} later"
+    return f"their scripts ended with exit code {codes}, up to {_text(max(one.seconds for one in left))} later"
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

@@ -1,0 +1,44 @@
+"""Scripts that save and leave with an exit code of their own when SLURM sends their job a signal."""
+
+import pytest
+
+from .test_jobs import TEMPLATE, TWO_NODES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),  # one cluster for all of them
+    pytest.mark.sample(1, of="a script that saves and leaves"),
+]
+SCRIPT = "saves_and_leaves.py"
+
+
+def is_interrupted(report, number):
+    verdict = report["verdict"]
+    assert (verdict["kind"], verdict["rank"], verdict["signal"]) == ("interrupted", None, number)
+    assert "ended with exit code 7, up to " in verdict["statement"]
+    assert [rank["exit"] for rank in report["ranks"]] == [7, 7]
+
+
+def test_scancel_of_a_launch(user):
+    """SIGTERM comes to the launches; torchrun sends it to the ranks."""
+    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script(SCRIPT), "SIGTERM")
+    for rank in range(2):
+        job.says(f"rank {rank} is under way")
+    user.run("scancel", job.number)
+    job.end()
+
+    is_interrupted(user.report(), "SIGTERM")
+
+
+def test_a_signal_to_the_ranks_of_a_step(user):
+    """SIGUSR1 comes to all processes of the step, and `gpuwatch run` does not end for it."""
+    command = f"srun gpuwatch run -- python {user.script(SCRIPT)} SIGUSR1 {user.cwd / 'store'}"
+    job = user.sbatch("--nodes=1", "--ntasks-per-node=2", "--wrap", command)
+    for rank in range(2):
+        job.says(f"rank {rank} is under way")
+    user.run("scancel", "--signal=USR1", f"{job.number}.0")
+    job.end()
+
+    report = user.report()
+    is_interrupted(report, "SIGUSR1")
+    assert report["verdict"]["statement"].startswith("SIGUSR1 reached ranks 0 and 1 from outside")

@@ -1,0 +1,6 @@
+"""Notes when a signal reaches a handler of the script's: worker/native/signals.c"""
+
+from typing import Any
+
+def note_in(buffer: Any, at: int, count: int, batch_at: int, parent: int, /) -> None: ...
+def stand_before(signal: int, entry: int, /) -> bool: ...
