@@ -37,6 +37,7 @@ from .captured_rows import CapturedRows, GraphReads
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
 from .kernel_launcher import KernelLauncher
 from .passed_readings import PassedReadings
+from .reader_check import ReaderChecks
 from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .torch_reader import (
@@ -53,7 +54,7 @@ from .torch_reader import (
     graph_source,
     source_of,
 )
-from .triton_reader import TritonReader
+from .triton_reader import TritonReader, kernel_text
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MOST_HELD = 16 << 20
@@ -87,10 +88,15 @@ class DeviceStatsBuffer:
         """Why the first of them was not."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
+        self._checks = ReaderChecks(self._driver)
+        self.faults: list[str] = []
+        """What gave wrong numbers on known ones, and what reads instead. The caller takes them out."""
         self.dlpack_type = DLPACK_TYPES[self._driver.type]
         self._recorder = recorder
         self._fields = recorder.fields
         self._reader = reader or self._best_reader()
+        if isinstance(self._reader, TritonReader):
+            self._reader.checks = self._checks
         self.reads = self._reader.reads if isinstance(self._reader, TritonReader) else None
         """The kernels that the native writer may launch itself."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
@@ -118,7 +124,7 @@ class DeviceStatsBuffer:
         if self._driver.type != "cuda":
             return TorchReader()
         try:
-            reader = TritonReader(launcher=KernelLauncher(self._add_note))
+            reader = TritonReader(launcher=KernelLauncher(self._add_note, add_fault=self.faults.append))
             if not reader.interpreted:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
@@ -291,7 +297,8 @@ class DeviceStatsBuffer:
         index, position, values_at = self._recorder.values(count, PENDING)
         packed: torch.Tensor = self._do("pack", reads.rows[first:end], count)
         if self._has_room(values_at):
-            self._copies.start(buffer, page.number, values_at, packed, list(range(position, position + count)), {})
+            positions, guarded = list(range(position, position + count)), self._checks.are_running
+            self._copies.start(buffer, page.number, values_at, packed, positions, {}, guarded)
         else:
             self._fields[HeadField.ROWS_LOST] += count
         return index
@@ -402,7 +409,7 @@ class DeviceStatsBuffer:
         the device.
         """
         try:
-            return getattr(self._reader, method)(*arguments)
+            done = getattr(self._reader, method)(*arguments)
         except Exception as error:
             if from_outside(error):
                 raise
@@ -412,7 +419,30 @@ class DeviceStatsBuffer:
             done = getattr(reader, method)(*arguments)
             self._reader, self.reads = reader, None
             self._add_note(_no_kernel(first_line(error)))
-            return done
+        if method == "pack" and self._checks.are_running:
+            done = self._checks.guarded(done, arguments[0].device)
+        return done
+
+    def _follow_checks(self) -> None:
+        """Have torch's operations read from now on, if a kernel read known numbers wrongly."""
+        if self.is_busy or not self._checks.are_running:
+            return
+        self._checks.judge()
+        if self._checks.wrong is None:
+            return
+        self.faults.append(
+            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self._checks.wrong)}): "
+            "torch's operations read all tensors from now on, with about 30 launches for each"
+        )
+        self._checks.end()
+        self._reader, self.reads = TorchReader(), None
+        for key, buffer in tuple(self._buffers.items()):
+            lost = buffer.drop()
+            self._queued -= lost
+            self._fields[HeadField.ROWS_LOST] += lost
+            # another buffer: no weight keeps the numbers that it has in this one
+            self._buffers[key] = StreamBuffer(key, buffer.device, buffer.stream, flying=buffer.flying)
+        self.passed.drop()
 
     @property
     def has_unsent(self) -> bool:
@@ -428,6 +458,7 @@ class DeviceStatsBuffer:
         """
         if self.is_busy:
             return
+        self._follow_checks()
         self.is_busy = True
         try:
             self._flush()
@@ -532,7 +563,8 @@ class DeviceStatsBuffer:
             packed = self._pack(buffer, positions[0], positions[-1] + 1)
             remember(remembered, PackedRows(packed, packed.data_ptr()), positions[0])
             if not lost:
-                self._copies.start(buffer, page, values_at, packed, positions, limits)
+                guarded = self._checks.are_running
+                self._copies.start(buffer, page, values_at, packed, positions, limits, guarded)
         except BaseException as error:
             lost_by = _lost_by(error)
             raise
@@ -563,6 +595,7 @@ class DeviceStatsBuffer:
         """
         if not self._driver.is_capturing():
             self.captured.drop()
+        self._follow_checks()
         without_modes(self._copies.take_arrived, self._buffers.values())
         found = sorted(self._copies.notable_pages)
         self._copies.notable_pages.clear()

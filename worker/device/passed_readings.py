@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...core.signal_errors import from_outside
+from ...core.values import PENDING
 from .device import StatsDevice, StreamKey, has_ended, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
 
@@ -174,14 +175,23 @@ class PassedReadings:
                     stream.flying.clear()
         return found
 
-    @staticmethod
-    def _arrived(numbers: Any, read: ReadRows) -> list[PassedReading]:
+    def _arrived(self, numbers: Any, read: ReadRows) -> list[PassedReading]:
+        if (numbers[:, 2] == PENDING).any():  # the device has found a kernel wrong: see reader_check.py
+            self._lose(read)
+            return []
         for reading, first, end in read:
             reading.parts.append(numbers[first:end])
             reading.missing -= end - first
         if not (numbers[:, 2] & _NOT_FINITE).any() and all(len(reading.parts) == 1 for reading, _, _ in read):
             return []
         return [reading for reading, _, _ in read if not reading.missing and _is_bad(reading)]
+
+    def drop(self) -> None:
+        """Lose what was read and not sent."""
+        for stream in self._streams.values():
+            read, stream.read = stream.read, []
+            stream.rows, stream.used = None, 0
+            self._lose(read)
 
     def _lose(self, read: ReadRows) -> None:
         self.unseen = True

@@ -21,6 +21,7 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
+from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
@@ -57,6 +58,8 @@ class RowCopy:
     """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
     limits: dict[int, int]
     """Position -> see `NotableFilter.wide_limit`."""
+    guarded: bool = False
+    """Its numbers are PENDING if a kernel was wrong (reader_check.py)."""
     event: Any = None
 
 
@@ -206,10 +209,11 @@ class FileCopies:
         packed: torch.Tensor,
         positions: list[int],
         limits: dict[int, int],
+        guarded: bool = False,
     ) -> None:
         """Start the copy of packed rows to the values `positions` of a segment. The buffer's stream must be current."""
         staging = None if self._registered else self._driver.staging(*packed.shape, dtype=packed.dtype)
-        copy = RowCopy(page, values_at, packed, positions, staging, limits)
+        copy = RowCopy(page, values_at, packed, positions, staging, limits, guarded)
         try:
             if staging is not None:
                 self._driver.copy(packed, staging)
@@ -249,6 +253,7 @@ class FileCopies:
         copies = [copy for _, copy in arrived if self._is_held(copy)]
         for copy in copies:
             self._write_staged(copy)
+            self._count_held_back(copy)
         if copies:
             self._filter(copies)
         for buffer, copy in arrived:
@@ -296,6 +301,11 @@ class FileCopies:
         if copy.staging is not None:
             staged = copy.staging.numpy()
             self._values_in(copy)[copy.positions] = staged[[each - copy.positions[0] for each in copy.positions]]
+
+    def _count_held_back(self, copy: RowCopy) -> None:
+        if copy.guarded:
+            copy.guarded = False
+            self._fields[HeadField.ROWS_LOST] += int((self._values_of(copy, copy.positions)[:, 2] == PENDING).sum())
 
     def hold_segment(self, values_at: int, holder: object) -> None:
         """The segment is not used for another page."""

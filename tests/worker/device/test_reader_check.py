@@ -1,0 +1,391 @@
+"""Kernels that are wrong: no number of theirs reaches the file, they are off, and torch's operations read instead.
+
+The kernels run on host memory, and the device is the late one.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpuwatch.core.recorder.layout import HeadField
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.values import PENDING, NonFinite, Value
+from gpuwatch.tests.fakes.host_kernels import HostKernels, HostLauncher, KernelFault, at
+from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.device.kernel_launcher import launch
+from gpuwatch.worker.device.torch_reader import TorchReader, source_of
+from gpuwatch.worker.device.triton_reader import TritonReader
+from gpuwatch.worker.record.tensor_stats import measure
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .native_reads import READS, NativeReads
+from .one_by_one import OneByOne
+from .test_device_buffer import values_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Rank:
+    """A rank that reads with these kernels."""
+
+    def __init__(self, folder, kernels, seed=3, with_driver=False, dtype=torch.float16):
+        self.recorder = RecorderWriter(folder / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
+        self.kernels, self.device, self.dtype = kernels, LateDevice(seed), dtype
+        faults = []
+        library = kernels if with_driver else SimpleNamespace()  # a driver that lacks what is needed
+        self.reader = TritonReader(kernels, HostLauncher(library=library, add_fault=faults.append))
+        self.buffer = OneByOne(self.recorder, torch.device("cpu"), driver=self.device, reader=self.reader)
+        self.native = NativeReads(self.recorder, self.buffer) if READS else None
+        self._faults, self.expected, self.kept = faults, {}, []
+
+    @property
+    def faults(self):
+        return self._faults + self.buffer.faults
+
+    def batch(self, *tensors, weights=(), rows=None):
+        """A page of a batch with some ordinary tensors and these; collected. Returns the weights' rows."""
+        self.page = self.recorder.begin_page(0, 0, 0)
+        ordinary = [self.numbers(4200), self.numbers(37), self.numbers(900).view(30, 30)[:, 4:11], *tensors]
+        for tensor in ordinary:
+            assert self.buffer.measure(tensor, True) is not None
+        with self.buffer.together():
+            waiting = [self.numbers(4200), self.numbers(70), self.numbers(10).add(NAN)]
+            for tensor in waiting:
+                assert self.buffer.measure(tensor, True) is not None
+        pair = [self.numbers(64), self.numbers(600)]
+        if self.native is not None:  # two tensors that are alike: one launch reads both
+            assert self.native.read(pair) is not None
+            self.native.rows.late_pages.clear()
+        else:
+            assert self.buffer.frame(pair, [0, 0], [], True)
+        found = [self.buffer.weight(weight, True, row)[1] for weight, row in zip(weights, rows or [None] * 9)]
+        self.expected[self.page.number] = [
+            Value(*measure(tensor, True)[:3]) for tensor in (*ordinary, *waiting, *pair, *weights)
+        ]
+        self.kept.append((ordinary, waiting, pair))
+        self.recorder.end_page(self.page)
+        self.buffer.flush()
+        self.buffer.collect()
+        return found
+
+    def numbers(self, size):
+        found = (torch.arange(size) * 7 % 23 - 11).to(self.dtype) / 3
+        found[0], found[-1] = 1 / 7, -9
+        return found
+
+    def arrived(self):
+        """(what is right in the file, what is missing, what is wrong), as numbers of values"""
+        self.device.deliver()
+        self.buffer.collect()
+        right = missing = wrong = 0
+        for number, expected in self.expected.items():
+            found = values_of(self.recorder, number)
+            assert len(found) == len(expected)
+            for one, other in zip(found, expected, strict=True):
+                right += one == other
+                missing += one.meta == PENDING
+                wrong += one != other and one.meta != PENDING
+        return right, missing, wrong
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+class TorchDispatchCounter(TorchDispatchMode):
+    """The script's own mode: it sees the script's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class WrongStride(KernelFault):
+    def before(self, name, given):
+        if given.get("stride", 0) > 0:
+            given["stride"] -= 1
+        return True
+
+
+class MissingTail(KernelFault):
+    def elements(self, numbers):
+        return numbers[: len(numbers) // 4096 * 4096 or None]
+
+
+class MissingFirst(KernelFault):
+    def elements(self, numbers):
+        return numbers[1:] if len(numbers) > 1 else numbers
+
+
+class OneTooMany(KernelFault):
+    def before(self, name, given):
+        for argument in ("elements", "others"):
+            if argument in given and not given.get("stride"):
+                given[argument] += 1
+        return True
+
+
+class StaleTable(KernelFault):
+    """A table of the launch before, as if the copy of this one had not come yet."""
+
+    last = None
+
+    def before(self, name, given):
+        if name == "read_many" and not given["KEEP"]:
+            now = at(given["table"], 8 * given["number"]).clone()
+            table = self.last if self.last is not None and len(self.last) == len(now) else now
+            self.last, self.kept = now, table
+            given["table"] = table.data_ptr()
+        return True
+
+
+class StalePack(KernelFault):
+    """The numbers of the launch before."""
+
+    last = None
+
+    def packed(self, rows, packed):
+        last, self.last = self.last, packed.clone()
+        return last if last is not None and last.shape == packed.shape else packed
+
+
+class SwappedRows(KernelFault):
+    def before(self, name, given):
+        if name == "read_many" and given["number"] > 1:
+            table = at(given["table"], 16).view(2, 8)
+            table[:, 3] = table[:, 3].flip(0)
+        if name == "read_two":
+            given["source"], given["other"] = given["other"], given["source"]
+            given["elements"], given["others"] = given["others"], given["elements"]
+        return True
+
+
+class NextRow(KernelFault):
+    def before(self, name, given):
+        if "position" in given:
+            given["position"] += 1
+        return True
+
+
+class WrongDtype(KernelFault):
+    def elements(self, numbers):
+        other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16, torch.float32: torch.int32}
+        return numbers.view(other.get(numbers.dtype, numbers.dtype))
+
+
+class NoAbs(KernelFault):
+    """A negative number is smaller than 0."""
+
+    def elements(self, numbers):
+        return torch.where(numbers < 0, torch.zeros_like(numbers), numbers)
+
+
+class NanUncounted(KernelFault):
+    def row(self, row):
+        row[2] &= ~int(NonFinite.NAN)
+        return row
+
+
+class SignOfInf(KernelFault):
+    def row(self, row):
+        if row[2] & int(NonFinite.NEGINF):
+            row[2] ^= int(NonFinite.NEGINF) | int(NonFinite.POSINF)
+        return row
+
+
+class Flushed(KernelFault):
+    """Subnormals are flushed to zero."""
+
+    def elements(self, numbers):
+        small = numbers.abs() < torch.finfo(numbers.dtype).smallest_normal
+        return torch.where(small, torch.zeros_like(numbers), numbers)
+
+
+class KeptTooLong(KernelFault):
+    """A weight keeps its earlier numbers whatever is in front of it."""
+
+    def before(self, name, given):
+        if name == "read_many" and given["KEEP"]:
+            for entry in at(given["table"], 8 * given["number"]).view(-1, 8):
+                entry[7] = 0
+        return True
+
+
+class NotReset(KernelFault):
+    resets_nothing = True
+
+
+class Nothing(KernelFault):
+    """A launch that does nothing."""
+
+    def before(self, name, given):
+        return name == "pack"
+
+
+FAULTS = [WrongStride, MissingTail, MissingFirst, OneTooMany, StaleTable, StalePack, SwappedRows, NextRow, WrongDtype]
+FAULTS += [NoAbs, NanUncounted, SignOfInf, Flushed, KeptTooLong, NotReset, Nothing]
+each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+
+
+def weights_of(rank):
+    return [torch.nn.Parameter(rank.numbers(size)) for size in (300, 41, 7)]
+
+
+@each_fault
+def test_a_kernel_that_is_wrong_is_off_and_none_of_its_numbers_counts(tmp_path, fault):
+    rank = Rank(tmp_path, HostKernels(ordinary=fault()))
+    weights, rows = weights_of(rank), None
+    for _ in range(3):
+        rows = rank.batch(weights=weights, rows=rows)
+        assert rank.arrived()[2] == 0
+    assert isinstance(rank.buffer._reader, TorchReader)
+    assert len(rank.faults) == 1
+    assert "read known numbers wrongly on cpu" in rank.faults[0]
+    lost = rank.arrived()[1]
+    assert rank.recorder.fields[HeadField.ROWS_LOST] == lost > 0
+
+    rank.batch(torch.tensor([1.0, INF, -INF]).half(), weights=weights, rows=rows)  # an overflow after it
+    right, missing, wrong = rank.arrived()
+    assert (missing, wrong, right) == (lost, 0, sum(map(len, rank.expected.values())) - lost)
+    assert rank.buffer.faults == rank.faults
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("with_driver", [False, True], ids=["Triton launches", "the driver launches"])
+def test_a_reader_that_is_right_stays_on_and_loses_nothing(tmp_path, dtype, with_driver):
+    if with_driver and launch is None:
+        pytest.skip("worker/native was not built where gpuwatch was installed")
+    kernels = HostKernels()
+    rank = Rank(tmp_path, kernels, with_driver=with_driver, dtype=dtype)
+    weights, rows = weights_of(rank), None
+    for batch in range(8):
+        rank.device.deliver()
+        before = dict(kernels.launches)
+        rows = rank.batch(*([rank.numbers(70).mul(INF)] if batch == 6 else []), weights=weights, rows=rows)
+    assert rank.buffer.note == ""
+    assert rank.faults == []
+    assert rank.buffer._reader is rank.reader
+    assert rank.arrived()[1:] == (0, 0)
+    done = {way: number - before[way] for way, number in kernels.launches.items()}
+    assert done["ordinary" if with_driver else "direct"] == 0
+    assert rank.recorder.fields[HeadField.ROWS_LOST] == 0
+
+
+@pytest.mark.skipif(launch is None, reason="worker/native was not built where gpuwatch was installed")
+@each_fault
+def test_a_launch_through_the_driver_that_is_wrong_never_reads_a_tensor(tmp_path, fault):
+    kernels = HostKernels(direct=fault())
+    rank = Rank(tmp_path, kernels, with_driver=True)
+    weights, rows = weights_of(rank), None
+    for _ in range(5):
+        rows = rank.batch(weights=weights, rows=rows)
+        assert rank.arrived()[1:] == (0, 0)
+    assert rank.buffer._reader is rank.reader
+    assert not rank.reader.reads
+    assert not rank.reader._kernels
+    assert len(rank.faults) == 1
+    assert rank.faults[0].startswith("Triton launches gpuwatch's kernels (")
+
+    before = kernels.launches["direct"]
+    rank.batch(torch.tensor([1.0, INF, -INF]).half(), weights=weights, rows=rows)
+    assert rank.arrived()[1:] == (0, 0)
+    assert kernels.launches["direct"] == before
+
+
+def test_a_weight_keeps_no_number_of_a_kernel_that_was_wrong(tmp_path):
+    rank = Rank(tmp_path, HostKernels(ordinary=NoAbs()))
+    weights = weights_of(rank)
+    rows = rank.batch(weights=weights)
+    assert rank.arrived()[2] == 0
+    assert isinstance(rank.buffer._reader, TorchReader)
+    missing = rank.arrived()[1]
+    rank.batch(weights=weights, rows=rows)
+    assert rank.arrived()[1:] == (missing, 0)
+
+
+def test_passed_tensors_of_a_kernel_that_was_wrong_are_lost(tmp_path):
+    rank = Rank(tmp_path, HostKernels(ordinary=NanUncounted()))
+    tensors = [torch.ones(8), torch.full((8,), NAN)]
+    before, _ = rank.buffer.passed.read(tensors, "sent")
+    rank.buffer.passed.flush()
+    unsent, _ = rank.buffer.passed.read(tensors, "not sent")
+    rank.device.deliver()
+    rank.buffer.collect()
+    assert rank.buffer.passed.collect() == []
+    assert (before.is_lost, before.numbers, unsent.is_lost, rank.buffer.passed.unseen) == (True, None, True, True)
+
+    after, _ = rank.buffer.passed.read(tensors, "after")
+    rank.buffer.passed.flush()
+    rank.device.deliver()
+    assert rank.buffer.passed.collect() == [after]
+    assert after.numbers == [tuple(measure(tensor)[:3]) for tensor in tensors]
+
+
+def test_a_captured_graph_has_no_kernel_that_is_not_proven(tmp_path):
+    rank = Rank(tmp_path, HostKernels())
+    tensor, rows = rank.numbers(50), torch.zeros(8, 6, dtype=torch.int64)
+    rank.device.held.add(0)  # a stream on which nothing gets on
+    page = rank.recorder.begin_page(0, 0, 0)
+    rank.buffer.measure(tensor)
+    rank.recorder.end_page(page)
+    assert not rank.reader.read_known(source_of(tensor), rows, 2, False)
+    rank.device.held.clear()
+    rank.device.deliver()
+    rank.buffer.flush()
+    rank.recorder.begin_page(0, 0, 1)
+    rank.buffer.measure(tensor)
+    assert rank.reader.read_known(source_of(tensor), rows, 2, False)
+    assert tuple(rows[2, :3].tolist()) == tuple(measure(tensor)[:3])
+
+
+def test_numbers_of_another_stream_wait_for_a_check_of_their_own(tmp_path):
+    """Its own is right, and that of the first stream comes late: neither stream waits for the other, nothing is lost."""
+    rank = Rank(tmp_path, HostKernels())
+    rank.device.held.add(0)
+    rank.batch()
+    with rank.device.on(1):
+        rank.batch()
+        second = rank.page.number
+        rank.device.deliver()
+        rank.buffer.collect()
+        assert values_of(rank.recorder, second) == rank.expected[second]
+    rank.device.held.clear()
+    assert rank.arrived()[1:] == (0, 0)
+    assert rank.faults == []
+
+
+@pytest.mark.parametrize("fault", [NoAbs, MissingTail, StalePack], ids=lambda fault: fault.__name__)
+def test_no_wrong_number_is_in_the_file_while_the_host_is_elsewhere(tmp_path, fault):
+    """The rank never asks again, as one that hangs: what its node finds in the file was replaced on the device."""
+    rank = Rank(tmp_path, HostKernels(ordinary=fault()))
+    page = rank.recorder.begin_page(0, 0, 0)
+    tensors = [rank.numbers(4200), rank.numbers(37)]
+    for tensor in tensors:
+        rank.buffer.measure(tensor)
+    rank.buffer.flush()
+    rank.device.deliver()
+    assert values_of(rank.recorder, page.number) == [Value(0, 0, PENDING)] * 2
+
+
+def test_a_check_takes_no_random_number_and_leaves_the_modes_as_they_are(tmp_path):
+    rank = Rank(tmp_path, HostKernels())
+    rank.native = None  # it reads nothing below a mode
+    before = torch.get_rng_state()
+    with torch.inference_mode(), TorchDispatchCounter() as seen:
+        rank.batch()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seen.names & {"aten.all.default", "aten.eq.Tensor"} == set()
+    rank.batch()  # outside of inference mode
+    assert rank.arrived()[1:] == (0, 0)
