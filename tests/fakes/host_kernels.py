@@ -199,5 +199,3 @@ def _merge(
     row[0], row[1], row[2] = min(row[0], found[0]), max(row[1], found[1]), row[2] | found[2]
     row[3:5] += found[3:5]
     row[5] = found[5] if given["COUNT"] else row[5]
-
-

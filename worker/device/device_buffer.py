@@ -88,15 +88,14 @@ class DeviceStatsBuffer:
         """Why the first of them was not."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
-        self._checks = ReaderChecks(self._driver)
+        self.checks = ReaderChecks(self._driver)
+        """Of the kernels of its own reader."""
         self.faults: list[str] = []
         """What gave wrong numbers on known ones, and what reads instead. The caller takes them out."""
         self.dlpack_type = DLPACK_TYPES[self._driver.type]
         self._recorder = recorder
         self._fields = recorder.fields
         self._reader = reader or self._best_reader()
-        if isinstance(self._reader, TritonReader):
-            self._reader.checks = self._checks
         self.reads = self._reader.reads if isinstance(self._reader, TritonReader) else None
         """The kernels that the native writer may launch itself."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
@@ -117,7 +116,7 @@ class DeviceStatsBuffer:
         self.captured = CapturedRows(self._driver)
         self.passed = PassedReadings(self._driver, self._do)
         """Readings of tensors that pass between ranks. They are sent together with the rows."""
-        self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
+        self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note, self.faults.append)
         recorder.on_segment_end = self._segment_ended
 
     def _best_reader(self) -> TensorReader:
@@ -125,6 +124,7 @@ class DeviceStatsBuffer:
             return TorchReader()
         try:
             reader = TritonReader(launcher=KernelLauncher(self._add_note, add_fault=self.faults.append))
+            reader.checks = self.checks
             if not reader.interpreted:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
@@ -297,7 +297,7 @@ class DeviceStatsBuffer:
         index, position, values_at = self._recorder.values(count, PENDING)
         packed: torch.Tensor = self._do("pack", reads.rows[first:end], count)
         if self._has_room(values_at):
-            positions, guarded = list(range(position, position + count)), self._checks.are_running
+            positions, guarded = list(range(position, position + count)), self.checks.are_running
             self._copies.start(buffer, page.number, values_at, packed, positions, {}, guarded)
         else:
             self._fields[HeadField.ROWS_LOST] += count
@@ -419,22 +419,22 @@ class DeviceStatsBuffer:
             done = getattr(reader, method)(*arguments)
             self._reader, self.reads = reader, None
             self._add_note(_no_kernel(first_line(error)))
-        if method == "pack" and self._checks.are_running:
-            done = self._checks.guarded(done, arguments[0].device)
+        if method == "pack" and self.checks.are_running:
+            done = self.checks.guarded(done, arguments[0].device)
         return done
 
     def _follow_checks(self) -> None:
         """Have torch's operations read from now on, if a kernel read known numbers wrongly."""
-        if self.is_busy or not self._checks.are_running:
+        if self.is_busy or not self.checks.are_running:
             return
-        self._checks.judge()
-        if self._checks.wrong is None:
+        self.checks.judge()
+        if self.checks.wrong is None:
             return
         self.faults.append(
-            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self._checks.wrong)}): "
+            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self.checks.wrong)}): "
             "torch's operations read all tensors from now on, with about 30 launches for each"
         )
-        self._checks.end()
+        self.checks.end()
         self._reader, self.reads = TorchReader(), None
         for key, buffer in tuple(self._buffers.items()):
             lost = buffer.drop()
@@ -563,7 +563,7 @@ class DeviceStatsBuffer:
             packed = self._pack(buffer, positions[0], positions[-1] + 1)
             remember(remembered, PackedRows(packed, packed.data_ptr()), positions[0])
             if not lost:
-                guarded = self._checks.are_running
+                guarded = self.checks.are_running
                 self._copies.start(buffer, page, values_at, packed, positions, limits, guarded)
         except BaseException as error:
             lost_by = _lost_by(error)

@@ -161,8 +161,10 @@ class KernelLauncher:
         library: Any = None,
         add_fault: Callable[[str], None] | None = None,
     ) -> None:
-        """`library`: the driver's, with `cuLaunchKernel` and `cuFuncGetParamInfo`. `add_fault` is told of wrong numbers,
-        and `add_note` of a driver that cannot launch."""
+        """`library`: the driver's, with `cuLaunchKernel` and `cuFuncGetParamInfo`.
+
+        `add_fault` is told of wrong numbers, `add_note` of a driver that cannot launch.
+        """
         self._add_note = add_note
         self._add_fault = add_fault or add_note
         self._trials: dict[Hashable, tuple[bytes, KernelTrial] | None] = {}
@@ -216,9 +218,7 @@ class KernelLauncher:
 
     def _refuse(self, why: str, tell: Callable[[str], None] | None = None) -> None:
         self._library = None  # what has failed once is not asked again
-        (tell or self._add_note)(
-            f"Triton launches gpuwatch's kernels ({why}), which takes more of the host's time"
-        )
+        (tell or self._add_note)(f"Triton launches gpuwatch's kernels ({why}), which takes more of the host's time")
 
     @property
     def is_off(self) -> bool:

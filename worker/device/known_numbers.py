@@ -64,9 +64,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(8)
-def known_numbers(
-    dtype: torch.dtype, count: bool, with_holes: bool, is_aligned: bool, blocks: int = 1
-) -> KnownNumbers:
+def known_numbers(dtype: torch.dtype, count: bool, with_holes: bool, is_aligned: bool, blocks: int = 1) -> KnownNumbers:
     """`count`: zeros and subnormals are counted. `is_aligned`: 16 divides the address of each. `blocks`: so many blocks
     of a kernel and one that is not whole are in the longest one."""
     return without_modes(_known_numbers, dtype, count, with_holes, is_aligned, blocks)
@@ -174,9 +172,9 @@ class _KnownRow(NamedTuple):
     packed: Earlier
 
 
-def rows_kept(device: torch.device, known: KnownNumbers, read: Callable[[GroupedReadings, torch.Tensor], None]) -> (
-    FoundExpected
-):
+def rows_kept(
+    device: torch.device, known: KnownNumbers, read: Callable[[GroupedReadings, torch.Tensor], None]
+) -> FoundExpected:
     """Have a kernel keep the earlier numbers of the tensors, then read them, for a row before them is not finite."""
     earlier = torch.arange(3 * len(known.rows), device="cpu").view(-1, 3) + 11
     earlier[:, 2] = 2 << 8

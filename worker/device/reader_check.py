@@ -29,13 +29,17 @@ class ReaderCheck:
     def __init__(self, driver: StatsDevice, device: torch.device, key: StreamKey, run: Run) -> None:
         self.key = key
         self._driver, self._stream = driver, driver.stream(device)
+        self._expected: Any
         with torch.inference_mode(False):
-            found, self._expected = run()
+            found, expected = run()
+            self._expected = expected.numpy()
             self._found = driver.rows(found)
-            self.agrees = (self._found == upload(self._expected, device)).all()
+            self.agrees = (self._found == upload(expected, device)).all()
             """Of bool, on the device"""
-            self._arrived = driver.staging(*found.shape, dtype=found.dtype)
-            driver.copy(self._found, self._arrived)
+            arrived = driver.staging(*found.shape, dtype=found.dtype)
+            driver.copy(self._found, arrived)
+            self._arrived: Any = arrived.numpy()
+            """The same memory: the script's modes do not see NumPy."""
             self._event = driver.record(self._stream)
 
     def passed(self) -> bool | None:
@@ -48,7 +52,7 @@ class ReaderCheck:
             if from_outside(error):
                 raise
             return None
-        return bool((self._arrived.numpy() == self._expected.numpy()).all())
+        return bool((self._arrived == self._expected).all())
 
 
 class ReaderChecks:
@@ -142,5 +146,3 @@ def _kept_if(agree: Iterable[Any], packed: torch.Tensor) -> torch.Tensor:
             kept = kept.masked_fill(~one, 0)
             kept[:, 2].masked_fill_(~one, PENDING)
         return kept
-
-

@@ -147,14 +147,22 @@ class TritonReader:
                     about = each.inner, each.stride, table, row, count
                     _refused(launch_reads({key: entry}, self._stream, (each.tensor,), (each.elements,), 0, *about))
 
-        if not is_wide and self._is_proven(key, device, lambda: rows_read(device, known(), ordinary, key[4])):
+        if is_wide:  # it has a kernel of its own, which known numbers get only through the driver
+            compiled = self._launch_read(source, rows, position, count)
+            if self.checks is not None:
+                TorchReader().read(source, rows, position, count)
+        else:
+            is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary, key[4]))
+            compiled = self._launch_read(source, rows, position, count)
+            if not is_proven:
+                return
             self._loaded.add(key)
-        compiled = self._launch_read(source, rows, position, count)
-        if is_wide and self.checks is not None:  # no check of an ordinary launch runs this kernel
-            TorchReader().read(source, rows, position, count)
         sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in source[1:])))
         self._keep_read(
-            key, self._tried(key, compiled, sizes, device, TrialWay.READ, *about, layout), device, (*about, layout),
+            key,
+            self._tried(key, compiled, sizes, device, TrialWay.READ, *about, layout),
+            device,
+            (*about, layout),
             lambda entry: rows_read(device, known(), functools.partial(direct, entry), key[4]),
         )
 
@@ -179,12 +187,17 @@ class TritonReader:
             tensors, elements = [each.tensor for each in sources], [each.elements for each in sources]
             _refused(launch_reads({key: entry}, self._stream, tensors, elements, 0, 0, 0, table, FIRST_ROW, count))
 
-        if self._is_proven(key, device, lambda: rows_read(device, known(), ordinary)):
-            self._loaded.add(key)
+        is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary))
         compiled = self._launch_two(source, other, rows, position, count)
+        if not is_proven:
+            return
+        self._loaded.add(key)
         sizes = bytes((8, 8, 8, 4, 4, 4, 4))
         self._keep_read(
-            key, self._tried(key, compiled, sizes, device, TrialWay.TWO, *about, 0), device, (*about, 0),
+            key,
+            self._tried(key, compiled, sizes, device, TrialWay.TWO, *about, 0),
+            device,
+            (*about, 0),
             lambda entry: rows_read(device, known(), functools.partial(direct, entry)),
         )
 
@@ -223,9 +236,7 @@ class TritonReader:
             if not self._launched(self._kernels.get(key), programs, tensors, number):
                 self._ordinary_many(key, variant, programs, tensors, number)
 
-    def _tables_of(
-        self, readings: GroupedReadings, rows: torch.Tensor
-    ) -> Iterator[tuple[int, int, _ManyTensors, int]]:
+    def _tables_of(self, readings: GroupedReadings, rows: torch.Tensor) -> Iterator[tuple[int, int, _ManyTensors, int]]:
         """(variant, programs, the kernel's first arguments, number of tensors) of each launch"""
         make = tables if _native_tables is None else _native_tables
         earlier, groups = make(readings.entries, _share_of, self._most_programs(rows.device), _ROWS)
@@ -243,12 +254,13 @@ class TritonReader:
         known = functools.partial(known_numbers, *parts[:2], parts[2] != 0, bool(variant & 2), _BLOCKS)
 
         def ordinary(readings: GroupedReadings, table: torch.Tensor) -> None:
-            for _, *about in self._tables_of(readings, table):  # of more elements it would be another variant
-                self._launch_many(variant, *about)
+            # of more elements it would be this variant
+            for _, programs, tensors, number in self._tables_of(readings, table):
+                self._launch_many(variant, programs, tensors, number)
 
         def direct(kernel: bytes, readings: GroupedReadings, table: torch.Tensor) -> None:
-            for _, *about in self._tables_of(readings, table):
-                if not self._launched(kernel, *about):
+            for _, programs, tensors, number in self._tables_of(readings, table):
+                if not self._launched(kernel, programs, tensors, number):
                     raise RuntimeError("the driver refused a launch")
 
         def check(read: Callable[[GroupedReadings, torch.Tensor], None]) -> FoundExpected:
@@ -256,8 +268,10 @@ class TritonReader:
                 return rows_kept(device, known(), read)
             return rows_read(device, known(), lambda sources, table: read(_readings_of(sources, parts[1]), table))
 
-        self._is_proven(key, device, lambda: check(ordinary))
+        is_proven = self._is_proven(key, device, lambda: check(ordinary))
         compiled = self._launch_many(variant, programs, tensors, number)
+        if not is_proven:
+            return
         way, sizes = TrialWay.KEPT if variant & 1 else TrialWay.MANY, bytes((8, 8, 8, 4))
         kernel = self._tried(key, compiled, sizes, device, way, *parts)
         self._keep(key, kernel, device, lambda kernel: check(functools.partial(direct, kernel)))
@@ -288,8 +302,10 @@ class TritonReader:
                 raise RuntimeError("the driver refused a launch")
             return target
 
-        self._is_proven(key, device, lambda: rows_packed(device, ordinary, key[2]))
+        is_proven = self._is_proven(key, device, lambda: rows_packed(device, ordinary, key[2]))
         compiled = self._launch_pack(rows, packed, count)
+        if not is_proven:
+            return
         kernel = self._tried(key, compiled, bytes((8, 8, 4)), device, TrialWay.PACK, torch.float32)
         self._keep(key, kernel, device, lambda kernel: rows_packed(device, functools.partial(direct, kernel), key[2]))
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import PENDING, NonFinite, Value
-from gpuwatch.tests.fakes.host_kernels import HostKernels, HostLauncher, KernelFault, at
+from gpuwatch.core.values import PENDING, Value
+from gpuwatch.tests.fakes.host_kernels import HostKernels, HostLauncher
+from gpuwatch.tests.fakes.kernel_faults import FAULTS, MissingTail, NanUncounted, NoAbs, StalePack, WrongStride
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.kernel_launcher import launch
 from gpuwatch.worker.device.torch_reader import TorchReader, source_of
 from gpuwatch.worker.device.triton_reader import TritonReader
 from gpuwatch.worker.record.tensor_stats import measure
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..conftest import Watched, use_late_device
 from .native_reads import READS, NativeReads
 from .one_by_one import OneByOne
 from .test_device_buffer import values_of
@@ -37,13 +39,14 @@ def no_gradients():
 class Rank:
     """A rank that reads with these kernels."""
 
-    def __init__(self, folder, kernels, seed=3, with_driver=False, dtype=torch.float16):
+    def __init__(self, folder, kernels, with_driver=False, dtype=torch.float16, device=None):
         self.recorder = RecorderWriter(folder / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
-        self.kernels, self.device, self.dtype = kernels, LateDevice(seed), dtype
+        self.kernels, self.device, self.dtype = kernels, device or LateDevice(3), dtype
         faults = []
         library = kernels if with_driver else SimpleNamespace()  # a driver that lacks what is needed
         self.reader = TritonReader(kernels, HostLauncher(library=library, add_fault=faults.append))
         self.buffer = OneByOne(self.recorder, torch.device("cpu"), driver=self.device, reader=self.reader)
+        self.reader.checks = self.buffer.checks
         self.native = NativeReads(self.recorder, self.buffer) if READS else None
         self._faults, self.expected, self.kept = faults, {}, []
 
@@ -67,7 +70,10 @@ class Rank:
             self.native.rows.late_pages.clear()
         else:
             assert self.buffer.frame(pair, [0, 0], [], True)
-        found = [self.buffer.weight(weight, True, row)[1] for weight, row in zip(weights, rows or [None] * 9)]
+        found = [
+            self.buffer.weight(weight, True, row)[1]
+            for weight, row in zip(weights, rows or [None] * len(weights), strict=True)
+        ]
         self.expected[self.page.number] = [
             Value(*measure(tensor, True)[:3]) for tensor in (*ordinary, *waiting, *pair, *weights)
         ]
@@ -97,9 +103,6 @@ class Rank:
         return right, missing, wrong
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------
-
-
 class TorchDispatchCounter(TorchDispatchMode):
     """The script's own mode: it sees the script's operations."""
 
@@ -112,130 +115,6 @@ class TorchDispatchCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class WrongStride(KernelFault):
-    def before(self, name, given):
-        if given.get("stride", 0) > 0:
-            given["stride"] -= 1
-        return True
-
-
-class MissingTail(KernelFault):
-    def elements(self, numbers):
-        return numbers[: len(numbers) // 4096 * 4096 or None]
-
-
-class MissingFirst(KernelFault):
-    def elements(self, numbers):
-        return numbers[1:] if len(numbers) > 1 else numbers
-
-
-class OneTooMany(KernelFault):
-    def before(self, name, given):
-        for argument in ("elements", "others"):
-            if argument in given and not given.get("stride"):
-                given[argument] += 1
-        return True
-
-
-class StaleTable(KernelFault):
-    """A table of the launch before, as if the copy of this one had not come yet."""
-
-    last = None
-
-    def before(self, name, given):
-        if name == "read_many" and not given["KEEP"]:
-            now = at(given["table"], 8 * given["number"]).clone()
-            table = self.last if self.last is not None and len(self.last) == len(now) else now
-            self.last, self.kept = now, table
-            given["table"] = table.data_ptr()
-        return True
-
-
-class StalePack(KernelFault):
-    """The numbers of the launch before."""
-
-    last = None
-
-    def packed(self, rows, packed):
-        last, self.last = self.last, packed.clone()
-        return last if last is not None and last.shape == packed.shape else packed
-
-
-class SwappedRows(KernelFault):
-    def before(self, name, given):
-        if name == "read_many" and given["number"] > 1:
-            table = at(given["table"], 16).view(2, 8)
-            table[:, 3] = table[:, 3].flip(0)
-        if name == "read_two":
-            given["source"], given["other"] = given["other"], given["source"]
-            given["elements"], given["others"] = given["others"], given["elements"]
-        return True
-
-
-class NextRow(KernelFault):
-    def before(self, name, given):
-        if "position" in given:
-            given["position"] += 1
-        return True
-
-
-class WrongDtype(KernelFault):
-    def elements(self, numbers):
-        other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16, torch.float32: torch.int32}
-        return numbers.view(other.get(numbers.dtype, numbers.dtype))
-
-
-class NoAbs(KernelFault):
-    """A negative number is smaller than 0."""
-
-    def elements(self, numbers):
-        return torch.where(numbers < 0, torch.zeros_like(numbers), numbers)
-
-
-class NanUncounted(KernelFault):
-    def row(self, row):
-        row[2] &= ~int(NonFinite.NAN)
-        return row
-
-
-class SignOfInf(KernelFault):
-    def row(self, row):
-        if row[2] & int(NonFinite.NEGINF):
-            row[2] ^= int(NonFinite.NEGINF) | int(NonFinite.POSINF)
-        return row
-
-
-class Flushed(KernelFault):
-    """Subnormals are flushed to zero."""
-
-    def elements(self, numbers):
-        small = numbers.abs() < torch.finfo(numbers.dtype).smallest_normal
-        return torch.where(small, torch.zeros_like(numbers), numbers)
-
-
-class KeptTooLong(KernelFault):
-    """A weight keeps its earlier numbers whatever is in front of it."""
-
-    def before(self, name, given):
-        if name == "read_many" and given["KEEP"]:
-            for entry in at(given["table"], 8 * given["number"]).view(-1, 8):
-                entry[7] = 0
-        return True
-
-
-class NotReset(KernelFault):
-    resets_nothing = True
-
-
-class Nothing(KernelFault):
-    """A launch that does nothing."""
-
-    def before(self, name, given):
-        return name == "pack"
-
-
-FAULTS = [WrongStride, MissingTail, MissingFirst, OneTooMany, StaleTable, StalePack, SwappedRows, NextRow, WrongDtype]
-FAULTS += [NoAbs, NanUncounted, SignOfInf, Flushed, KeptTooLong, NotReset, Nothing]
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 
 
@@ -351,7 +230,7 @@ def test_a_captured_graph_has_no_kernel_that_is_not_proven(tmp_path):
 
 
 def test_numbers_of_another_stream_wait_for_a_check_of_their_own(tmp_path):
-    """Its own is right, and that of the first stream comes late: neither stream waits for the other, nothing is lost."""
+    """Neither stream waits for the other, and nothing is lost."""
     rank = Rank(tmp_path, HostKernels())
     rank.device.held.add(0)
     rank.batch()
@@ -389,3 +268,79 @@ def test_a_check_takes_no_random_number_and_leaves_the_modes_as_they_are(tmp_pat
     assert seen.names & {"aten.all.default", "aten.eq.Tensor"} == set()
     rank.batch()  # outside of inference mode
     assert rank.arrived()[1:] == (0, 0)
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+class WrongCopies(LateDevice):
+    """Copies into registered memory bring the numbers of the copy before."""
+
+    last = None
+
+    def copy(self, source, target):
+        first, end = self._direct
+        if first <= target.data_ptr() < end and target.data_ptr() + target.nbytes <= end:
+            last, self.last = self.last, self.rows(source.clone())
+            source = last if last is not None and last.shape == source.shape else self.last
+        super().copy(source, target)
+
+
+def test_copies_into_the_file_that_are_wrong_are_found_mended_and_not_made_again(tmp_path):
+    rank = Rank(tmp_path, HostKernels(), device=WrongCopies(3))
+    for size in range(20, 26):
+        rank.batch(torch.ones(size).half() * size)
+        assert rank.arrived()[1:] == (0, 0)
+    assert len(rank.faults) == 1
+    assert rank.faults[0].startswith("copies from cpu into the recorder's memory have other numbers")
+    assert rank.buffer._reader is rank.reader
+
+
+def test_the_first_copies_are_compared_and_no_later_ones(tmp_path):
+    rank = Rank(tmp_path, HostKernels())
+    copies = []
+    for _ in range(12):
+        before = rank.device.copies
+        rank.batch()
+        assert rank.arrived()[1:] == (0, 0)
+        copies.append(rank.device.copies - before)
+    assert copies[-3:] == [1, 1, 1]
+    assert copies[1] >= 2
+    assert rank.faults == []
+
+
+# -- a whole watch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [WrongStride, NanUncounted, StalePack], ids=lambda fault: fault.__name__)
+def test_an_overflow_after_a_kernel_that_was_wrong_is_reported_with_the_right_numbers(
+    tmp_path, monkeypatch, capfd, fault
+):
+    def best_reader(buffer):
+        reader = TritonReader(HostKernels(ordinary=fault()), HostLauncher(library=SimpleNamespace()))
+        reader.checks = buffer.checks
+        return reader
+
+    use_late_device(monkeypatch, LateDevice(5))
+    monkeypatch.setattr(DeviceStatsBuffer, "_best_reader", best_reader)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Linear(40, 3))
+    watched = Watched(tmp_path / "recorder", watch=("forward", "weights"))
+    try:
+        for _ in range(4):
+            model(torch.ones(9, 16)[:, 4:12])
+            watched.collect()
+        assert watched.anomalies == []
+        large = torch.full((9, 16), 3e38)[:, 4:12]
+        model(large)
+        row = watched.row("0", "output")
+        found = watched.facts()
+    finally:
+        watched.close()
+    (rank,) = found.ranks.values()
+    assert [(one.where.batch, one.module, one.phase) for one in rank.anomalies] == [(4, "0", "forward")]
+    with torch.no_grad():
+        output = torch.nn.functional.linear(large, model[0].weight, model[0].bias)
+    assert (row.nan, row.posinf, row.neginf) == (bool(output.isnan().any()), True, True)
+    assert row.abs_min == pytest.approx(output.abs().min().item())
+    assert [fault.part for fault in rank.faults] == ["self-check"]
+    assert capfd.readouterr().err.count("[GW614]") == 1
