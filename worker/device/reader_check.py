@@ -3,7 +3,7 @@
 The check of a kernel is launched on the stream on which the kernel is first needed, and compared there by torch's
 operations. While the host does not know the result, all rows that are packed on that stream pass through it: if the
 kernel is wrong, the device itself replaces them by PENDING. So no wrong number leaves the device, although nobody waits
-for it. The host compares the same numbers when they have arrived. Only then may a captured graph contain the kernel.
+for it. The host compares the same numbers when they have arrived. Only then does it count what a captured graph reads.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class ReaderChecks:
         return kernel in self._proven
 
     def judge(self) -> None:
-        """Compare what has arrived. Does not wait."""
+        """Compare what has arrived. Does not wait, and does nothing while the user captures a graph."""
+        if self._driver.is_capturing():  # on this stream: a query about another one would break the capture, too
+            return
         for kernel, checks in tuple(self._running.items()):
             found = [check.passed() for check in checks]
             if False in found:
@@ -125,6 +127,17 @@ class ReaderChecks:
     def are_running(self) -> bool:
         """Whether some numbers are held back."""
         return bool(self._running)
+
+    @property
+    def running(self) -> frozenset[Hashable]:
+        """The kernels whose numbers are held back."""
+        return frozenset(self._running)
+
+    def have_passed(self, kernels: frozenset[Hashable]) -> bool:
+        """Whether the checks of all these have passed."""
+        if kernels - self._proven:
+            self.judge()
+        return kernels <= self._proven and self.wrong is None
 
     def guarded(self, packed: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Packed rows (n, 3) of the current stream: PENDING in place of all, if a check of this stream finds a kernel

@@ -74,7 +74,7 @@ class TritonReader:
         self.reads: dict[tuple[Any, ...], _Launched] = {}
         """By the key of a read"""
         self._loaded: set[tuple[Any, ...]] = set()
-        """Keys of reads whose kernel Triton has compiled and launched, and that are proven."""
+        """Keys of reads whose kernel Triton has compiled and launched."""
         self._in_trial: dict[Any, bytes] = {}
         """Kernels whose trial has passed."""
         self.checks: ReaderChecks | None = None
@@ -154,9 +154,9 @@ class TritonReader:
         else:
             is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary, key[4]))
             compiled = self._launch_read(source, rows, position, count)
+            self._loaded.add(key)
             if not is_proven:
                 return
-            self._loaded.add(key)
         sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in source[1:])))
         self._keep_read(
             key,
@@ -189,9 +189,9 @@ class TritonReader:
 
         is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary))
         compiled = self._launch_two(source, other, rows, position, count)
+        self._loaded.add(key)
         if not is_proven:
             return
-        self._loaded.add(key)
         sizes = bytes((8, 8, 8, 4, 4, 4, 4))
         self._keep_read(
             key,

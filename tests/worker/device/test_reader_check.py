@@ -12,7 +12,7 @@ import torch
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Value
-from gpuwatch.tests.fakes.host_kernels import HostKernels, HostLauncher
+from gpuwatch.tests.fakes.host_kernels import HostKernels, HostLauncher, KernelFault
 from gpuwatch.tests.fakes.kernel_faults import FAULTS, MissingTail, NanUncounted, NoAbs, StalePack, WrongStride
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
@@ -212,21 +212,26 @@ def test_passed_tensors_of_a_kernel_that_was_wrong_are_lost(tmp_path):
     assert after.numbers == [tuple(measure(tensor)[:3]) for tensor in tensors]
 
 
-def test_a_captured_graph_has_no_kernel_that_is_not_proven(tmp_path):
-    rank = Rank(tmp_path, HostKernels())
+@pytest.mark.parametrize("fault", [KernelFault, NoAbs], ids=["right", "wrong"])
+def test_a_graph_is_read_once_the_kernels_that_it_captured_are_proven(tmp_path, fault):
+    rank = Rank(tmp_path, HostKernels(ordinary=fault()))
     tensor, rows = rank.numbers(50), torch.zeros(8, 6, dtype=torch.int64)
     rank.device.held.add(0)  # a stream on which nothing gets on
-    page = rank.recorder.begin_page(0, 0, 0)
-    rank.buffer.measure(tensor)
-    rank.recorder.end_page(page)
-    assert not rank.reader.read_known(source_of(tensor), rows, 2, False)
+    rank.batch()
+    rank.buffer.captured.is_on = True
+    rank.buffer.captured.prepare(torch.device("cpu"))
+    rank.device.capturing = True
+    reads = rank.buffer.captured.begin(torch.device("cpu"), rank.buffer.checks.running)
+    assert rank.reader.read_known(source_of(tensor), rows, 2, False)
+    rank.buffer.collect()  # asks the device nothing
+    rank.device.capturing = False
+    assert reads.unproven
+    assert not rank.buffer.checks.have_passed(reads.unproven)
     rank.device.held.clear()
     rank.device.deliver()
-    rank.buffer.flush()
-    rank.recorder.begin_page(0, 0, 1)
-    rank.buffer.measure(tensor)
-    assert rank.reader.read_known(source_of(tensor), rows, 2, False)
-    assert tuple(rows[2, :3].tolist()) == tuple(measure(tensor)[:3])
+    assert rank.buffer.checks.have_passed(reads.unproven) is (fault is KernelFault)
+    rank.buffer.collect()
+    assert rank.buffer.checks.have_passed(reads.unproven) is (fault is KernelFault)
 
 
 def test_numbers_of_another_stream_wait_for_a_check_of_their_own(tmp_path):

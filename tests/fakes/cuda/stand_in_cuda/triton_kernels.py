@@ -119,6 +119,8 @@ def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given
 
     from .views import View
 
+    if not elements:
+        return
     dtype = _dtype(int(given["KIND"]), element)
     extent = elements if stride == 0 else (elements // inner - 1) * stride + inner
     source = TensorSource(View(address, dtype, (extent,), (1,)).tensor(), elements, inner, stride)
