@@ -430,11 +430,6 @@ class DeviceStatsBuffer:
         self.checks.judge()
         if self.checks.wrong is None:
             return
-        self.faults.append(
-            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self.checks.wrong)}): "
-            "torch's operations read all tensors from now on, with about 30 launches for each"
-        )
-        self.checks.end()
         self._reader, self.reads = TorchReader(), None
         for key, buffer in tuple(self._buffers.items()):
             lost = buffer.drop()
@@ -443,6 +438,11 @@ class DeviceStatsBuffer:
             # another buffer: no weight keeps the numbers that it has in this one
             self._buffers[key] = StreamBuffer(key, buffer.device, buffer.stream, flying=buffer.flying)
         self.passed.drop()
+        self.faults.append(
+            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self.checks.wrong)}): "
+            "torch's operations read all tensors from now on, with about 30 launches for each"
+        )
+        self.checks.end()
 
     @property
     def has_unsent(self) -> bool:

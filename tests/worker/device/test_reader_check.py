@@ -17,7 +17,7 @@ from gpuwatch.tests.fakes.kernel_faults import FAULTS, MissingTail, NanUncounted
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.kernel_launcher import launch
-from gpuwatch.worker.device.torch_reader import TorchReader, source_of
+from gpuwatch.worker.device.torch_reader import TensorSource, TorchReader, fresh_rows, source_of
 from gpuwatch.worker.device.triton_reader import TritonReader
 from gpuwatch.worker.record.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -273,6 +273,26 @@ def test_a_check_takes_no_random_number_and_leaves_the_modes_as_they_are(tmp_pat
     assert seen.names & {"aten.all.default", "aten.eq.Tensor"} == set()
     rank.batch()  # outside of inference mode
     assert rank.arrived()[1:] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "direct"), [(KernelFault, KernelFault), (NoAbs, KernelFault), (KernelFault, NoAbs)], ids=str
+)
+def test_a_kernel_for_sizes_of_64_bits_reads_once_the_driver_launches_it(tmp_path, ordinary, direct):
+    """Of one run, so that its stride is never used."""
+    if launch is None:
+        pytest.skip("worker/native was not built where gpuwatch was installed")
+    kernels = HostKernels(ordinary=ordinary(), direct=direct())
+    rank, tensor = Rank(tmp_path, kernels, with_driver=True), torch.tensor([1.0, -9.0, NAN, 2.0, 0.5])
+    for _ in range(5):
+        rows = fresh_rows(3, torch.device("cpu"))
+        before = kernels.launches["direct"]
+        rank.reader.read(TensorSource(tensor, 5, 5, 1 << 31), rows, 1, False)
+        assert tuple(rows[1, :3].tolist()) == tuple(measure(tensor)[:3])
+        rank.device.deliver()
+    assert kernels.launches["direct"] - before == (direct is KernelFault)
+    assert len(rank.reader.reads) == (direct is KernelFault)
+    assert len(rank.faults) == (direct is not KernelFault)
 
 
 # -- copies ---------------------------------------------------------------------------------------------------------
