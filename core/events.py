@@ -818,7 +818,7 @@ _COST_FRAMES = (
 _COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers, data loaders"
 """Without them an explanation has less evidence."""
 SELF_CHECK = "self-check"
-"""The part of a fault that says that a reader of a device was wrong on known numbers, and is off."""
+"""The part of a fault that says that a kernel, or a copy, gave wrong numbers on a device, and is off."""
 _NOTES = f"hooks, names of torch, device note, native frame writer, log_to, meshes, {SELF_CHECK}"
 """About how frames are read and written, and what else is reported about a rank."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules, pages at rest"

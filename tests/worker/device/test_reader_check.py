@@ -183,6 +183,21 @@ def test_a_launch_through_the_driver_that_is_wrong_never_reads_a_tensor(tmp_path
     assert kernels.launches["direct"] == before
 
 
+class Raises(KernelFault):
+    def before(self, name, given):
+        raise RuntimeError("no kernel image is available")
+
+
+def test_a_check_that_raises_turns_the_kernels_off(tmp_path):
+    rank = Rank(tmp_path, HostKernels(ordinary=Raises()))
+    for _ in range(2):
+        rank.batch(torch.tensor([1.0, INF, -INF]).half())
+        assert rank.arrived()[1:] == (0, 0)
+    assert isinstance(rank.buffer._reader, TorchReader)
+    assert "torch's operations read each tensor instead" in rank.buffer.note
+    assert "no kernel image is available" in rank.buffer.note
+
+
 def test_a_weight_keeps_no_number_of_a_kernel_that_was_wrong(tmp_path):
     rank = Rank(tmp_path, HostKernels(ordinary=NoAbs()))
     weights = weights_of(rank)
