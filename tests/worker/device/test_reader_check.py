@@ -200,13 +200,46 @@ def test_a_check_that_raises_turns_the_kernels_off(tmp_path):
 
 def test_a_weight_keeps_no_number_of_a_kernel_that_was_wrong(tmp_path):
     rank = Rank(tmp_path, HostKernels(ordinary=NoAbs()))
-    weights = weights_of(rank)
-    rows = rank.batch(weights=weights)
-    assert rank.arrived()[2] == 0
+    (weight, *_), row = weights_of(rank), None
+    for number in range(2):  # nothing before it is bad, so that it would keep its numbers
+        page = rank.recorder.begin_page(0, 0, number)
+        _, row = rank.buffer.weight(weight, False, row)
+        rank.recorder.end_page(page)
+        rank.buffer.flush()
+        rank.device.deliver()
+        rank.buffer.collect()
+        rank.device.deliver()
     assert isinstance(rank.buffer._reader, TorchReader)
-    missing = rank.arrived()[1]
-    rank.batch(weights=weights, rows=rows)
-    assert rank.arrived()[1:] == (missing, 0)
+    assert values_of(rank.recorder, page.number) == [Value(*measure(weight)[:3])]
+
+
+def test_rows_that_were_not_sent_when_a_kernel_was_found_wrong_are_lost(tmp_path):
+    rank = Rank(tmp_path, HostKernels(ordinary=NoAbs()))
+    page = rank.recorder.begin_page(0, 0, 0)
+    rank.buffer.measure(rank.numbers(40))
+    rank.device.deliver()
+    rank.buffer.collect()
+    assert isinstance(rank.buffer._reader, TorchReader)
+    rank.buffer.measure(rank.numbers(41))
+    rank.recorder.end_page(page)
+    rank.buffer.flush()
+    rank.device.deliver()
+    assert values_of(rank.recorder, page.number) == [Value(0, 0, PENDING), Value(*measure(rank.numbers(41))[:3])]
+    assert rank.recorder.fields[HeadField.ROWS_LOST] == 1
+
+
+def test_nothing_is_asked_of_any_stream_while_one_is_captured(tmp_path):
+    rank, asked = Rank(tmp_path, HostKernels()), []
+    with rank.device.on(1):
+        rank.batch()
+    assert rank.buffer.checks.running
+    query, rank.device.query = rank.device.query, asked.append
+    rank.device.captured = {0}
+    rank.buffer.collect()
+    rank.buffer.checks.judge()
+    assert asked == []
+    rank.device.captured, rank.device.query = set(), query
+    assert rank.arrived()[1:] == (0, 0)
 
 
 def test_passed_tensors_of_a_kernel_that_was_wrong_are_lost(tmp_path):
