@@ -133,6 +133,7 @@ class Code(str, Enum):
     SCHEDULER_SILENT = "GW611"
     VERDICT_LATE = "GW612"
     KEYS_GUESSABLE = "GW613"
+    READER_OFF = "GW614"
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # as StrEnum has it, from Python 3.11 on

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import Code, coded
+from ...core.events import SELF_CHECK
 from ...core.frames import format_number, module_text
 from ...core.identity import rank_name
 from ...core.preflight import PreflightFinding
@@ -52,7 +53,8 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
     yield from (coded(note, Code.TORCH_UNSEEN) for note in notes_on(report.run.versions.get("torch", "")))
     for rank in report.everyone:
         for fault in rank.faults:
-            yield coded(f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}", Code.OWN_FAULT)
+            code = Code.READER_OFF if fault.startswith(f"{SELF_CHECK}: ") else Code.OWN_FAULT
+            yield coded(f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}", code)
     if untold := report.collector.get("metrics_faults", 0):
         text = f"gpuwatch's own fault in the collector: the metrics could not be computed {untold} times (see its log)"
         yield coded(text, Code.OWN_FAULT)

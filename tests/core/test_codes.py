@@ -126,6 +126,7 @@ GW610 no_rendezvous
 GW611 scheduler_silent
 GW612 verdict_late
 GW613 keys_guessable
+GW614 reader_off
 """
 
 

@@ -213,7 +213,7 @@ def ranks_at_fault(way: BadEnd, guilty: int, nproc: int) -> set[int]:
 
 
 def text_of(verdict: dict) -> str:
-    """`hang, supported: Rank 1 never reached ...`"""
+    """`hang, supported: Rank 1 is at train.py:7 ...`"""
     return f"{verdict['kind']}, {verdict['certainty']}: {verdict['statement']}"
 
 

@@ -21,7 +21,7 @@ def named_after_s(lines: Sequence[TimedLine], fault_s: float, at_fault: set[int]
 
     None if there is none. An empty `at_fault`: to the verdict, as there is nobody to name.
 
-    >>> named_after_s([(7.0, "gpuwatch: running"), (9.5, "gpuwatch: Rank 1 never reached all_reduce")], 4.0, {1})
+    >>> named_after_s([(7.0, "gpuwatch: running"), (9.5, "gpuwatch: Rank 1 is at train.py:7")], 4.0, {1})
     5.5
     """
     for when, sentence in _sentences(lines):

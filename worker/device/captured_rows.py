@@ -8,6 +8,7 @@ kernel that has run before, on the stream on which the capture began. Else it is
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class GraphReads:
     """Memory from outside of the graph's pool that its reads are of: nothing else may keep it."""
     pooled: list[tuple[weakref.ref[torch.Tensor], PoolId]] = field(default_factory=list)
     """Tensors in the pool of some graph. Which one it is, torch says when the capture has ended."""
+    unproven: frozenset[Hashable] = frozenset()
+    """Kernels that may be in the graph, and whose check has not passed when the capture began (reader_check.py)."""
     segments: list[tuple[int, int, PoolId]] = field(default_factory=list)
     """(address, end, pool) of torch's memory, as far as it is known."""
 
@@ -105,14 +108,17 @@ class CapturedRows:
             with torch.inference_mode(False):
                 pieces.append(_PieceOfRows(self._driver.rows(fresh_rows(_ROWS, device))))
 
-    def begin(self, device: torch.device) -> GraphReads | None:
-        """A capture has begun on the current stream. None if there is no memory for it."""
+    def begin(self, device: torch.device, unproven: frozenset[Hashable]) -> GraphReads | None:
+        """A capture has begun on the current stream. None if there is no memory for it.
+
+        `unproven`: see GraphReads.
+        """
         self.drop()
         pieces = _pieces.get(device.index or 0, ())
         piece = next((each for each in reversed(pieces) if each.used < _ROWS), None)
         if piece is None:
             return None
-        reads = GraphReads(self._driver.stream_key(device), device, piece, piece.used)
+        reads = GraphReads(self._driver.stream_key(device), device, piece, piece.used, unproven=unproven)
         self._open.append(reads)
         return reads
 

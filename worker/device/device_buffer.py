@@ -37,6 +37,7 @@ from .captured_rows import CapturedRows, GraphReads
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
 from .kernel_launcher import KernelLauncher
 from .passed_readings import PassedReadings
+from .reader_check import ReaderChecks
 from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .torch_reader import (
@@ -53,7 +54,7 @@ from .torch_reader import (
     graph_source,
     source_of,
 )
-from .triton_reader import TritonReader
+from .triton_reader import TritonReader, kernel_text
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MOST_HELD = 16 << 20
@@ -87,6 +88,10 @@ class DeviceStatsBuffer:
         """Why the first of them was not."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
+        self.checks = ReaderChecks(self._driver)
+        """Of the kernels of its own reader."""
+        self.faults: list[str] = []
+        """What gave wrong numbers on known ones, and what reads instead. The caller takes them out."""
         self.dlpack_type = DLPACK_TYPES[self._driver.type]
         self._recorder = recorder
         self._fields = recorder.fields
@@ -111,14 +116,15 @@ class DeviceStatsBuffer:
         self.captured = CapturedRows(self._driver)
         self.passed = PassedReadings(self._driver, self._do)
         """Readings of tensors that pass between ranks. They are sent together with the rows."""
-        self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
+        self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note, self.faults.append)
         recorder.on_segment_end = self._segment_ended
 
     def _best_reader(self) -> TensorReader:
         if self._driver.type != "cuda":
             return TorchReader()
         try:
-            reader = TritonReader(launcher=KernelLauncher(self._add_note))
+            reader = TritonReader(launcher=KernelLauncher(self._add_note, add_fault=self.faults.append))
+            reader.checks = self.checks
             if not reader.interpreted:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
@@ -291,7 +297,8 @@ class DeviceStatsBuffer:
         index, position, values_at = self._recorder.values(count, PENDING)
         packed: torch.Tensor = self._do("pack", reads.rows[first:end], count)
         if self._has_room(values_at):
-            self._copies.start(buffer, page.number, values_at, packed, list(range(position, position + count)), {})
+            positions, guarded = list(range(position, position + count)), self.checks.are_running
+            self._copies.start(buffer, page.number, values_at, packed, positions, {}, guarded)
         else:
             self._fields[HeadField.ROWS_LOST] += count
         return index
@@ -402,7 +409,7 @@ class DeviceStatsBuffer:
         the device.
         """
         try:
-            return getattr(self._reader, method)(*arguments)
+            done = getattr(self._reader, method)(*arguments)
         except Exception as error:
             if from_outside(error):
                 raise
@@ -412,7 +419,30 @@ class DeviceStatsBuffer:
             done = getattr(reader, method)(*arguments)
             self._reader, self.reads = reader, None
             self._add_note(_no_kernel(first_line(error)))
-            return done
+        if method == "pack" and self.checks.are_running:
+            done = self.checks.guarded(done, arguments[0].device)
+        return done
+
+    def _follow_checks(self) -> None:
+        """Have torch's operations read from now on, if a kernel read known numbers wrongly."""
+        if self.is_busy or not self.checks.are_running:
+            return
+        self.checks.judge()
+        if self.checks.wrong is None:
+            return
+        self._reader, self.reads = TorchReader(), None
+        for key, buffer in tuple(self._buffers.items()):
+            lost = buffer.drop()
+            self._queued -= lost
+            self._fields[HeadField.ROWS_LOST] += lost
+            # another buffer: no weight keeps the numbers that it has in this one
+            self._buffers[key] = StreamBuffer(key, buffer.device, buffer.stream, flying=buffer.flying)
+        self.passed.drop()
+        self.faults.append(
+            f"a kernel of gpuwatch's read known numbers wrongly on {self.device} ({kernel_text(self.checks.wrong)}): "
+            "torch's operations read all tensors from now on, with about 30 launches for each"
+        )
+        self.checks.end()
 
     @property
     def has_unsent(self) -> bool:
@@ -428,6 +458,7 @@ class DeviceStatsBuffer:
         """
         if self.is_busy:
             return
+        self._follow_checks()
         self.is_busy = True
         try:
             self._flush()
@@ -532,7 +563,8 @@ class DeviceStatsBuffer:
             packed = self._pack(buffer, positions[0], positions[-1] + 1)
             remember(remembered, PackedRows(packed, packed.data_ptr()), positions[0])
             if not lost:
-                self._copies.start(buffer, page, values_at, packed, positions, limits)
+                guarded = self.checks.are_running
+                self._copies.start(buffer, page, values_at, packed, positions, limits, guarded)
         except BaseException as error:
             lost_by = _lost_by(error)
             raise
@@ -563,6 +595,7 @@ class DeviceStatsBuffer:
         """
         if not self._driver.is_capturing():
             self.captured.drop()
+        self._follow_checks()
         without_modes(self._copies.take_arrived, self._buffers.values())
         found = sorted(self._copies.notable_pages)
         self._copies.notable_pages.clear()

@@ -148,7 +148,8 @@ class GraphReplays:
             buffer = self._rows.device_buffer
             if buffer is None:
                 return
-            reads = buffer.captured.begin(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            reads = buffer.captured.begin(device, buffer.checks.running)
             if reads is not None:
                 newest = max((root.page.number for root in self._roots.infos if root.page is not None), default=-1)
                 self._graphs[graph] = _WatchedGraph(reads, newest, self._batches())
@@ -242,6 +243,8 @@ class GraphReplays:
         """Write the frames of a replay, and start to read its numbers. Else why they cannot be told from others."""
         buffer, driver = self._rows.device_buffer, device_for(watched.reads.device)
         stream = driver.stream_key(watched.reads.device)
+        if buffer is not None and not buffer.checks.have_passed(watched.reads.unproven):
+            return "a kernel was not checked before it was captured, or is wrong"
         own_thread = threading.get_ident() == self._running.thread
         if buffer is None or driver.is_capturing():
             return "it was replayed within a capture"

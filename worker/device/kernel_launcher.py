@@ -155,9 +155,18 @@ _LIBRARY = "libcuda.so.1"
 class KernelLauncher:
     """The kernels of a process that may be launched directly."""
 
-    def __init__(self, add_note: Callable[[str], None] = lambda note: None, library: Any = None) -> None:
-        """`library`: the driver's, with `cuLaunchKernel` and `cuFuncGetParamInfo`."""
+    def __init__(
+        self,
+        add_note: Callable[[str], None] = lambda note: None,
+        library: Any = None,
+        add_fault: Callable[[str], None] | None = None,
+    ) -> None:
+        """`library`: the driver's, with `cuLaunchKernel` and `cuFuncGetParamInfo`.
+
+        `add_fault` is told of wrong numbers, `add_note` of a driver that cannot launch.
+        """
         self._add_note = add_note
+        self._add_fault = add_fault or add_note
         self._trials: dict[Hashable, tuple[bytes, KernelTrial] | None] = {}
         """None: refused, or passed"""
         self._library: Any = None
@@ -199,12 +208,22 @@ class KernelLauncher:
         if passed is not None:
             self._trials[key] = None
         if passed is False:
-            self._refuse("a trial gave other numbers")
+            self.turn_off("a trial gave other numbers")
         return kernel if passed else None
 
-    def _refuse(self, why: str) -> None:
+    def turn_off(self, why: str) -> None:
+        """Launch nothing any more: it gave wrong numbers."""
+        if self._library is not None:
+            self._refuse(why, self._add_fault)
+
+    def _refuse(self, why: str, tell: Callable[[str], None] | None = None) -> None:
         self._library = None  # what has failed once is not asked again
-        self._add_note(f"Triton launches gpuwatch's kernels ({why}), which takes more of the host's time")
+        (tell or self._add_note)(f"Triton launches gpuwatch's kernels ({why}), which takes more of the host's time")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is launched any more."""
+        return self._library is None
 
     def _kernel_of(self, compiled: Any, sizes: bytes) -> bytes:
         """Raises ValueError if the kernel is not one that `launch` can launch."""

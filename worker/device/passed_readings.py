@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...core.signal_errors import from_outside
+from ...core.values import PENDING
 from .device import StatsDevice, StreamKey, has_ended, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
 
@@ -199,6 +200,9 @@ class PassedReadings:
                     stream.flying.clear()
 
     def _note_arrived(self, numbers: Any, read: ReadRows) -> None:
+        if (numbers[:, 2] == PENDING).any():  # the device has found a kernel wrong: see reader_check.py
+            self._lose(read)
+            return
         for reading, at, first, end in read:
             reading.parts[at] = numbers[first:end]
         if not (numbers[:, 2] & _NOT_FINITE).any() and all(len(reading.parts) == 1 for reading, *_ in read):
@@ -206,6 +210,13 @@ class PassedReadings:
         for reading, *_ in read:
             if reading.is_bad and reading not in self.arrived:
                 self.arrived.append(reading)
+
+    def drop(self) -> None:
+        """Lose what was read and not sent."""
+        for stream in self._streams.values():
+            read, stream.read = stream.read, []
+            stream.rows, stream.used = None, 0
+            self._lose(read)
 
     def _lose(self, read: ReadRows) -> None:
         self.unseen = True

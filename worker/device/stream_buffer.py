@@ -21,12 +21,15 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
+from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
 from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
+_MOST_COMPARED = 8
+"""Copies into the file, the first ones of a process, that also go through pinned memory and are compared."""
 
 
 class DeviceRow:
@@ -54,9 +57,11 @@ class RowCopy:
     positions: list[int]
     """Ascending"""
     staging: torch.Tensor | None
-    """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
+    """(n, 3) in pinned host memory, if the device cannot copy directly into the file, or one of the first copies."""
     limits: dict[int, int]
     """Position -> see `NotableFilter.wide_limit`."""
+    guarded: bool = False
+    """Its numbers are PENDING if a kernel was wrong (reader_check.py)."""
     event: Any = None
 
 
@@ -152,6 +157,7 @@ class FileCopies:
     _device: torch.device
     _notable: NotableFilter
     _add_note: Callable[[str], None]
+    _add_fault: Callable[[str], None] = lambda fault: None
 
     def __post_init__(self, recorder: RecorderWriter) -> None:
         self._fields = recorder.fields
@@ -174,7 +180,9 @@ class FileCopies:
             if from_outside(error):
                 raise
             refusal = first_line(error)
-        self._registered = not refusal
+        self._registered = self._copies_directly = not refusal
+        self._compared = 0
+        """Of `_MOST_COMPARED`"""
         if self._registered:
             dropped = _DroppedMemory(os.getpid(), self._driver, self._device, self._anchor, self.of_segment)
             self._dropped = weakref.finalize(self, dropped.unregister)
@@ -206,14 +214,18 @@ class FileCopies:
         packed: torch.Tensor,
         positions: list[int],
         limits: dict[int, int],
+        guarded: bool = False,
     ) -> None:
         """Start the copy of packed rows to the values `positions` of a segment. The buffer's stream must be current."""
-        staging = None if self._registered else self._driver.staging(*packed.shape, dtype=packed.dtype)
-        copy = RowCopy(page, values_at, packed, positions, staging, limits)
+        staging = None
+        if not self._copies_directly or self._compared < _MOST_COMPARED:
+            staging = self._driver.staging(*packed.shape, dtype=packed.dtype)
+        copy = RowCopy(page, values_at, packed, positions, staging, limits, guarded)
         try:
             if staging is not None:
                 self._driver.copy(packed, staging)
-            else:
+            if self._copies_directly:
+                self._compared += 1
                 begin = positions[0]
                 for first, end in runs(positions):
                     target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
@@ -249,6 +261,7 @@ class FileCopies:
         copies = [copy for _, copy in arrived if self._is_held(copy)]
         for copy in copies:
             self._write_staged(copy)
+            self._count_held_back(copy)
         if copies:
             self._filter(copies)
         for buffer, copy in arrived:
@@ -293,9 +306,22 @@ class FileCopies:
         return copy in self.of_segment.get(copy.values_at, ())
 
     def _write_staged(self, copy: RowCopy) -> None:
-        if copy.staging is not None:
-            staged = copy.staging.numpy()
-            self._values_in(copy)[copy.positions] = staged[[each - copy.positions[0] for each in copy.positions]]
+        if copy.staging is None:
+            return
+        staged = copy.staging.numpy()[[each - copy.positions[0] for each in copy.positions]]
+        if self._copies_directly and not (self._values_in(copy)[copy.positions] == staged).all():
+            self._copies_directly = False
+            self._add_fault(
+                f"copies from {self._device} into the recorder's memory have other numbers than those into pinned "
+                "memory: all go through pinned memory from now on, and a rank that hangs or dies loses those not yet "
+                "fetched from there"
+            )
+        self._values_in(copy)[copy.positions] = staged
+
+    def _count_held_back(self, copy: RowCopy) -> None:
+        if copy.guarded:
+            copy.guarded = False
+            self._fields[HeadField.ROWS_LOST] += int((self._values_of(copy, copy.positions)[:, 2] == PENDING).sum())
 
     def hold_segment(self, values_at: int, holder: object) -> None:
         """The segment is not used for another page."""

@@ -316,7 +316,7 @@ class TorchReader:
         without_modes(self._read, source, rows, position, count)
 
     def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
-        rows[position].copy_(self._row(source, count))
+        rows[position].copy_(self.row(source, count))
 
     def read_dense(
         self, tensors: list[torch.Tensor], elements: list[int], rows: torch.Tensor, position: int, count: bool
@@ -333,7 +333,7 @@ class TorchReader:
         entries = ENTRY.iter_unpack(readings.entries)
         for entry, tensor, earlier in zip(entries, readings.tensors, readings.earlier, strict=True):
             _, counted, position, _, elements, inner, stride, _ = entry
-            found = self._row(TensorSource(tensor, elements, inner, stride), counted) if tensor is not None else None
+            found = self.row(TensorSource(tensor, elements, inner, stride), counted) if tensor is not None else None
             if earlier is not None:
                 kept = torch.nn.functional.pad(earlier[0].rows[earlier[1]], (0, COLUMNS - 3))
                 bad = (rows[:position, 2] & _NON_FINITE).any()
@@ -342,7 +342,8 @@ class TorchReader:
             rows[position].copy_(found)
 
     @staticmethod
-    def _row(source: TensorSource, count: bool) -> torch.Tensor:
+    def row(source: TensorSource, count: bool) -> torch.Tensor:
+        """(COLUMNS,) of int64: what `read` leaves in a fresh row."""
         flat = _flat(source)
         counted = count and flat.dtype in LOW_PRECISION
         parts = [_numbers(flat[at : at + _CHUNK], counted) for at in range(0, source.elements, _CHUNK)]

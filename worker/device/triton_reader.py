@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,19 @@ import torch
 from ..record.tensor_stats import LOW_PRECISION
 from .device import without_modes
 from .kernel_launcher import KernelLauncher, KernelTrial, TrialWay, launch
-from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource, dense
+from .known_numbers import FIRST_ROW, FoundExpected, known_numbers, rows_kept, rows_packed, rows_read
+from .reader_check import ReaderChecks, Run
+from .torch_reader import (
+    DTYPES,
+    ENTRY,
+    KINDS,
+    GroupedReadings,
+    KernelDtype,
+    TensorSource,
+    TorchReader,
+    WaitingTensors,
+    dense,
+)
 
 try:
     from ..native.core import launch_reads
@@ -43,6 +55,11 @@ _BLOCKS = 8
 """Blocks that a program of `read_many` reads, one after the other."""
 
 
+_Launched = tuple[bytes, int, int]
+"""(kernel for `launch_reads`, elements in a block, most programs)"""
+_ManyTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class TritonReader:
     """A `TensorReader`. Raises ImportError without Triton. The first launches may raise any exception."""
 
@@ -54,10 +71,14 @@ class TritonReader:
         self._kernel = kernel
         self._launcher = launcher or KernelLauncher()
         self._stream = self._launcher.stream
-        self.reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
-        """Key of a read -> (kernel for `launch_reads`, elements in a block, most programs)"""
+        self.reads: dict[tuple[Any, ...], _Launched] = {}
+        """By the key of a read"""
         self._loaded: set[tuple[Any, ...]] = set()
         """Keys of reads whose kernel Triton has compiled and launched."""
+        self._in_trial: dict[Any, bytes] = {}
+        """Kernels whose trial has passed."""
+        self.checks: ReaderChecks | None = None
+        """Proves each kernel; None where nobody checks the reader."""
         self._kernels: dict[tuple[Any, ...], bytes] = {}
         """The others for `launch`"""
         self._programs: dict[torch.device, int] = {}
@@ -108,10 +129,42 @@ class TritonReader:
 
     def _ordinary_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
-        compiled = self._launch_read(source, rows, position, count)
+        key, device, about = _key_of(source, rows, count), rows.device, (source.tensor.dtype, count)
+        layout, is_wide = layout_of(source.elements, source.stride), key[-1] is not None
+        known = functools.partial(known_numbers, *about, layout != 0, key[3])
+
+        def ordinary(sources: list[TensorSource], table: torch.Tensor) -> None:
+            for row, each in enumerate(sources, FIRST_ROW):
+                self._launch_read(each, table, row, count)
+
+        def direct(entry: _Launched, sources: list[TensorSource], table: torch.Tensor) -> None:
+            for row, each in enumerate(sources, FIRST_ROW):
+                if is_wide:  # its parameters have 64 bits, and known numbers are fewer
+                    programs = min(-(-each.elements // entry[1]), entry[2])
+                    places = each.tensor.data_ptr(), table.data_ptr(), row
+                    _refused(launch(entry[0], programs, self._stream(table.get_device()), *places, *each[1:]))
+                else:
+                    about = each.inner, each.stride, table, row, count
+                    _refused(launch_reads({key: entry}, self._stream, (each.tensor,), (each.elements,), 0, *about))
+
+        if is_wide:  # it has a kernel of its own, which known numbers get only through the driver
+            compiled = self._launch_read(source, rows, position, count)
+            if self.checks is not None:
+                TorchReader().read(source, rows, position, count)
+        else:
+            is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary, key[4]))
+            compiled = self._launch_read(source, rows, position, count)
+            self._loaded.add(key)
+            if not is_proven:
+                return
         sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in source[1:])))
-        layout = layout_of(source.elements, source.stride)
-        self._keep_read(_key_of(source, rows, count), compiled, sizes, rows, TrialWay.READ, source, count, layout)
+        self._keep_read(
+            key,
+            self._tried(key, compiled, sizes, device, TrialWay.READ, *about, layout),
+            device,
+            (*about, layout),
+            lambda entry: rows_read(device, known(), functools.partial(direct, entry), key[4]),
+        )
 
     def _launch_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> Any:
         tensor, elements, inner, stride = source
@@ -123,9 +176,30 @@ class TritonReader:
     def _ordinary_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> None:
+        key, device, about = _key_of_two(source, rows, count), rows.device, (source.tensor.dtype, count)
+        known = functools.partial(known_numbers, *about, False, True)
+
+        def ordinary(sources: list[TensorSource], table: torch.Tensor) -> None:
+            for at in range(0, len(sources), 2):
+                self._launch_two(sources[at], sources[at + 1], table, FIRST_ROW + at, count)
+
+        def direct(entry: _Launched, sources: list[TensorSource], table: torch.Tensor) -> None:
+            tensors, elements = [each.tensor for each in sources], [each.elements for each in sources]
+            _refused(launch_reads({key: entry}, self._stream, tensors, elements, 0, 0, 0, table, FIRST_ROW, count))
+
+        is_proven = self._is_proven(key, device, lambda: rows_read(device, known(), ordinary))
         compiled = self._launch_two(source, other, rows, position, count)
+        self._loaded.add(key)
+        if not is_proven:
+            return
         sizes = bytes((8, 8, 8, 4, 4, 4, 4))
-        self._keep_read(_key_of_two(source, rows, count), compiled, sizes, rows, TrialWay.TWO, source, count, 0)
+        self._keep_read(
+            key,
+            self._tried(key, compiled, sizes, device, TrialWay.TWO, *about, 0),
+            device,
+            (*about, 0),
+            lambda entry: rows_read(device, known(), functools.partial(direct, entry)),
+        )
 
     def _launch_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
@@ -142,63 +216,135 @@ class TritonReader:
     def _keep_read(
         self,
         key: tuple[Any, ...],
-        compiled: Any,
-        sizes: bytes,
-        rows: torch.Tensor,
-        way: TrialWay,
-        source: TensorSource,
-        count: bool,
-        layout: int,
+        kernel: bytes | None,
+        device: torch.device,
+        about: tuple[torch.dtype, bool, int],
+        check: Callable[[_Launched], FoundExpected],
     ) -> None:
-        self._loaded.add(key)
-        about = source.tensor.dtype, count, layout
-        found = self._tried(key, compiled, sizes, rows.device, way, *about)
-        if found is not None:
-            self.reads[key] = found, _constants(*about)[1], self._most_programs(rows.device)
+        if kernel is not None:
+            entry = kernel, _constants(*about)[1], self._most_programs(device)
+            if self._is_proven_direct(key, device, lambda: check(entry)):
+                self.reads[key] = entry
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
 
         A table on the device says which programs read which tensor. It is copied there without waiting.
         """
-        device = rows.device
+        for variant, programs, tensors, number in self._tables_of(readings, rows):
+            key = rows.device, "many", variant, *(each.data_ptr() % 16 == 0 for each in tensors)
+            if not self._launched(self._kernels.get(key), programs, tensors, number):
+                self._ordinary_many(key, variant, programs, tensors, number)
+
+    def _tables_of(self, readings: GroupedReadings, rows: torch.Tensor) -> Iterator[tuple[int, int, _ManyTensors, int]]:
+        """(variant, programs, the kernel's first arguments, number of tensors) of each launch"""
         make = tables if _native_tables is None else _native_tables
-        earlier, groups = make(readings.entries, _share_of, self._most_programs(device), _ROWS)
-        table = _on(device, b"".join([earlier, *(entries for _, _, entries in groups)]))
+        earlier, groups = make(readings.entries, _share_of, self._most_programs(rows.device), _ROWS)
+        table = _on(rows.device, b"".join([earlier, *(entries for _, _, entries in groups)]))
         at = _ROWS
         for variant, programs, entries in groups:
-            tensors = table[at:], table, rows
             number = len(entries) // ENTRY.size
-            key = device, "many", variant, *(each.data_ptr() % 16 == 0 for each in tensors)
-            if not self._launched(key, programs, tensors, number):
-                parts = _parts_of(variant)
-                kind, _, constants = _constants(*parts)
-                options = self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
-                compiled = self._kernel.read_many[(programs,)](*tensors, number, *options, **_OPTIONS)
-                self._keep(key, compiled, device, TrialWay.KEPT if variant & 1 else TrialWay.MANY, *parts)
+            yield variant, programs, (table[at:], table, rows), number
             at += number * _ENTRY
+
+    def _ordinary_many(
+        self, key: tuple[Any, ...], variant: int, programs: int, tensors: _ManyTensors, number: int
+    ) -> None:
+        parts, device = _parts_of(variant), tensors[2].device
+        known = functools.partial(known_numbers, *parts[:2], parts[2] != 0, bool(variant & 2), _BLOCKS)
+
+        def ordinary(readings: GroupedReadings, table: torch.Tensor) -> None:
+            # of more elements it would be this variant
+            for _, programs, tensors, number in self._tables_of(readings, table):
+                self._launch_many(variant, programs, tensors, number)
+
+        def direct(kernel: bytes, readings: GroupedReadings, table: torch.Tensor) -> None:
+            for _, programs, tensors, number in self._tables_of(readings, table):
+                if not self._launched(kernel, programs, tensors, number):
+                    raise RuntimeError("the driver refused a launch")
+
+        def check(read: Callable[[GroupedReadings, torch.Tensor], None]) -> FoundExpected:
+            if variant & 1:
+                return rows_kept(device, known(), read)
+            return rows_read(device, known(), lambda sources, table: read(_readings_of(sources, parts[1]), table))
+
+        is_proven = self._is_proven(key, device, lambda: check(ordinary))
+        compiled = self._launch_many(variant, programs, tensors, number)
+        if not is_proven:
+            return
+        way, sizes = TrialWay.KEPT if variant & 1 else TrialWay.MANY, bytes((8, 8, 8, 4))
+        kernel = self._tried(key, compiled, sizes, device, way, *parts)
+        self._keep(key, kernel, device, lambda kernel: check(functools.partial(direct, kernel)))
+
+    def _launch_many(self, variant: int, programs: int, tensors: _ManyTensors, number: int) -> Any:
+        kind, _, constants = _constants(*_parts_of(variant))
+        options = self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
+        return self._kernel.read_many[(programs,)](*tensors, number, *options, **_OPTIONS)
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         packed = rows.new_empty(count, 3)
-        programs = -(-count // _PACK_BLOCK)
         key = (rows.device, "pack", rows.data_ptr() % 16 == 0, packed.data_ptr() % 16 == 0)
-        if not self._launched(key, programs, (rows, packed), count):
-            compiled = self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK, **_OPTIONS)
-            self._keep(key, compiled, rows.device, TrialWay.PACK, torch.float32)
+        if not self._launched(self._kernels.get(key), -(-count // _PACK_BLOCK), (rows, packed), count):
+            self._ordinary_pack(key, rows, packed, count)
         return packed
 
-    def _launched(self, key: tuple[Any, ...], programs: int, tensors: Sequence[torch.Tensor], *numbers: int) -> bool:
-        kernel = self._kernels.get(key)
+    def _ordinary_pack(self, key: tuple[Any, ...], rows: torch.Tensor, packed: torch.Tensor, count: int) -> None:
+        device = rows.device
+
+        def ordinary(table: torch.Tensor, count: int) -> torch.Tensor:
+            target = table.new_empty(count, 3)
+            self._launch_pack(table, target, count)
+            return target
+
+        def direct(kernel: bytes, table: torch.Tensor, count: int) -> torch.Tensor:
+            target = table.new_empty(count, 3)
+            if not self._launched(kernel, -(-count // _PACK_BLOCK), (table, target), count):
+                raise RuntimeError("the driver refused a launch")
+            return target
+
+        is_proven = self._is_proven(key, device, lambda: rows_packed(device, ordinary, key[2]))
+        compiled = self._launch_pack(rows, packed, count)
+        if not is_proven:
+            return
+        kernel = self._tried(key, compiled, bytes((8, 8, 4)), device, TrialWay.PACK, torch.float32)
+        self._keep(key, kernel, device, lambda kernel: rows_packed(device, functools.partial(direct, kernel), key[2]))
+
+    def _launch_pack(self, rows: torch.Tensor, packed: torch.Tensor, count: int) -> Any:
+        return self._kernel.pack[(-(-count // _PACK_BLOCK),)](rows, packed, count, _PACK_BLOCK, **_OPTIONS)
+
+    def _launched(self, kernel: bytes | None, programs: int, tensors: Sequence[torch.Tensor], *numbers: int) -> bool:
         if kernel is None:
             return False
         stream = self._stream(tensors[0].get_device())
         return launch(kernel, programs, stream, *[each.data_ptr() for each in tensors], *numbers) == 0
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any, device: torch.device, way: TrialWay, *about: Any) -> None:
-        sizes = (8, 8, 4) if way is TrialWay.PACK else (8, 8, 8, 4)
-        kernel = self._tried(key, compiled, bytes(sizes), device, way, *about)
-        if kernel is not None:
+    def _keep(
+        self,
+        key: tuple[Any, ...],
+        kernel: bytes | None,
+        device: torch.device,
+        check: Callable[[bytes], FoundExpected],
+    ) -> None:
+        if kernel is not None and self._is_proven_direct(key, device, lambda: check(kernel)):
             self._kernels[key] = kernel
+
+    # -- proofs -------------------------------------------------------------------------------------------------
+
+    def _is_proven(self, key: Any, device: torch.device, run: Run) -> bool:
+        return self.checks is None or self.checks.is_proven(key, device, run)
+
+    def _is_proven_direct(self, key: Any, device: torch.device, run: Run) -> bool:
+        if self.checks is None:
+            return True
+        is_proven = self.checks.is_proven_direct(("direct", key), device, run)
+        if self.checks.wrong_direct is not None:
+            self._launcher.turn_off("through the driver they read known numbers wrongly")
+            self._forget_direct()
+        return is_proven
+
+    def _forget_direct(self) -> None:
+        for kernels in (self.reads, self._kernels, self._in_trial):
+            kernels.clear()
 
     def _tried(
         self, key: Any, compiled: Any, sizes: bytes, device: torch.device, way: TrialWay, *about: Any
@@ -209,7 +355,12 @@ class TritonReader:
             stream = self._stream(-1 if device.index is None else device.index)
             return KernelTrial(way, functools.partial(launch, kernel, way.programs, stream), device, *about)
 
-        return self._launcher.tried(key, compiled, sizes, begin)
+        kernel = self._in_trial.get(key) or self._launcher.tried(key, compiled, sizes, begin)
+        if kernel is not None:
+            self._in_trial[key] = kernel
+        elif self._launcher.is_off:
+            self._forget_direct()
+        return kernel
 
     def _most_programs(self, device: torch.device) -> int:
         """As many as keep the device's memory busy: a tensor gets no more."""
@@ -220,6 +371,16 @@ class TritonReader:
                 most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
             self._programs[device] = most
         return most
+
+
+def _readings_of(sources: list[TensorSource], count: bool) -> GroupedReadings:
+    return GroupedReadings([WaitingTensors(sources, FIRST_ROW, count)], sources[0].tensor.device)
+
+
+def _refused(answer: object) -> None:
+    """Raise RuntimeError if the driver has not launched all."""
+    if answer not in (None, 0):
+        raise RuntimeError(f"the driver refused a launch ({answer})")
 
 
 def tables(
@@ -274,6 +435,24 @@ def _on(device: torch.device, integers: bytes) -> torch.Tensor:
     """Integers on the device, without waiting: torch keeps the pinned memory until the copy is done."""
     table = torch.frombuffer(bytearray(integers), dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def kernel_text(key: Any) -> str:
+    """The key of a kernel, in words.
+
+    >>> kernel_text((torch.float16, True, 0, True, True, False, None))
+    'read of float16 with holes'
+    """
+    if key[1] == "pack":
+        return "pack"
+    with_holes = key[-2] is False
+    name, dtype = "read", key[0]
+    if key[0] == "two":
+        name, dtype, with_holes = "read_two", key[1], False
+    if key[1] == "many":
+        dtype, _, layout = _parts_of(key[2])
+        name, with_holes = "read_many", layout != 0
+    return f"{name} of {str(dtype).removeprefix('torch.')}{' with holes' if with_holes else ''}"
 
 
 def _key_of(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any, ...]:

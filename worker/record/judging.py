@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
 
-from ...core.errors import ExitCode, OverflowDetected
+from ...core.errors import Code, ExitCode, OverflowDetected, coded
 from ...core.events import (
+    SELF_CHECK,
     AbsorbedValue,
     Anomaly,
     IgnoredAlarm,
@@ -28,6 +29,7 @@ from ...core.events import (
     ScalerSkip,
 )
 from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
+from ...core.guest.tell import say
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
 from ...core.recorder.layout import HeadField, seal
 from ...core.recorder.own_pages import OwnPages
@@ -208,6 +210,10 @@ class AlarmRecorder:
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(OwnFault(self._progress.where(), "device note", buffer.note))
+        while buffer.faults:
+            fault = buffer.faults.pop(0)
+            self._recorder.append(OwnFault(self._progress.where(), SELF_CHECK, fault))
+            say(coded(f"rank {self._progress.rank}: {fault}", Code.READER_OFF))
         self.passed.collect()
         for number in buffer.collect():
             if number in self._late:

@@ -14,12 +14,13 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import merged_report, report_from_store, write_report
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.notices_text import trouble_lines
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.written_report import read_report
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import NodeSignal, OwnFault, StepTimes
+from gpuwatch.core.events import SELF_CHECK, NodeSignal, OwnFault, StepTimes
 from gpuwatch.core.wire.columns import pack_steps
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.wire.spool import SpoolWriter
@@ -151,6 +152,12 @@ def test_faults_of_gpuwatch_itself_are_shown(make):
     report = report_of(bodies)
     assert report.ranks[0].faults == ["hook: KeyError: [bold]x[/nope]"]
     assert "KeyError: [bold]x[/nope]" in " ".join(render_text(report, width=200).split())
+
+
+def test_a_kernel_that_is_off_has_a_code_of_its_own(make):
+    bodies = [*overflow(make), EventMessage(OwnFault(make.where(0), SELF_CHECK, "torch's operations read"))]
+    lines = list(trouble_lines(report_of(bodies)))
+    assert lines == ["gpuwatch's own fault on rank 0: self-check: torch's operations read [GW614]"]
 
 
 @pytest.mark.parametrize("name", ["[red]x[/]", "a\nb", "[/nope]", "ü" * 300])

@@ -13,7 +13,7 @@ import torch
 from gpuwatch.core.events import NotLookedInto, OwnFault
 from torch import nn
 
-STEPS, REPLAYED, BAD = 5, 2, 4
+STEPS, REPLAYED, BAD = 11, 2, 10
 """The first two steps warm up and capture."""
 
 pytestmark = [

@@ -173,13 +173,16 @@ class Rehearsed(nn.Module):
 
 
 @pytest.mark.parametrize("bad_at", [None, 3])
-def test_the_unwritten_gradients_of_a_rehearsal_are_no_evidence(bad_at):
-    """The rehearsal's memory is new, and so nan. In a later replay the same place has an overflow."""
+def test_the_unwritten_gradients_of_a_rehearsal_are_no_evidence(bad_at, monkeypatch):
+    """The rehearsal's memory holds nan. In a later replay the same place has an overflow."""
     torch.manual_seed(0)
     net, x = Rehearsed().cuda(), torch.rand(4, 8, device="cuda")
     torch.cuda.empty_cache()
     with gpuwatch.watch(net, on_overflow="continue") as watch:
-        call = torch.cuda.make_graphed_callables(net, (x,))
+        with monkeypatch.context() as patch:  # as it finds the memory: gpuwatch's may have been there before
+            empty_like = torch.empty_like
+            patch.setattr(torch, "empty_like", lambda *given, **more: empty_like(*given, **more).fill_(torch.nan))
+            call = torch.cuda.make_graphed_callables(net, (x,))
         for number in range(6):
             total = call(x).sum()
             loss = (total - total.detach()) * (3e38 if number == bad_at else 1.0)  # 0, with gradients

@@ -728,7 +728,8 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
     ]
 
 
-def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(recorder):
+def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(recorder, monkeypatch):
+    monkeypatch.setattr("gpuwatch.worker.device.stream_buffer._MOST_COMPARED", 0)
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)
@@ -800,7 +801,8 @@ def test_a_flush_brings_what_is_there_and_the_segment_goes_on(recorder, device):
     assert page.segments == 1
 
 
-def test_what_was_flushed_is_not_copied_again(recorder):
+def test_what_was_flushed_is_not_copied_again(recorder, monkeypatch):
+    monkeypatch.setattr("gpuwatch.worker.device.stream_buffer._MOST_COMPARED", 0)
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)

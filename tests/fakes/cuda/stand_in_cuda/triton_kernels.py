@@ -119,10 +119,12 @@ def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given
 
     from .views import View
 
+    if not elements:
+        return
     dtype = _dtype(int(given["KIND"]), element)
     extent = elements if stride == 0 else (elements // inner - 1) * stride + inner
     source = TensorSource(View(address, dtype, (extent,), (1,)).tensor(), elements, inner, stride)
-    low, high, meta, zeros, small, total = TorchReader._row(source, bool(given["COUNT"])).tolist()
+    low, high, meta, zeros, small, total = TorchReader.row(source, bool(given["COUNT"])).tolist()
     row[0], row[1], row[2] = min(row[0], low), max(row[1], high), row[2] | meta
     if given["COUNT"]:
         row[3], row[4], row[5] = row[3] + zeros, row[4] + small, total
