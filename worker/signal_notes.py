@@ -33,12 +33,13 @@ def note_signals(recorder: RecorderWriter) -> None:
     if not _IS_BUILT:
         return
     note_in(recorder.memory, HEARD_AT, len(HEARD), 8 * HeadField.BATCH, os.getppid())
+    if _is_replaced:  # code in C may stand before our handler by now: before that one, ours would call itself
+        return
+    _is_replaced = True
     for number in HEARD:
         if signal.getsignal(number) is not signal.default_int_handler:
             _note(number)
-    if not _is_replaced:
-        _is_replaced = True
-        PatchLedger().replace(signal, "signal", _noting)
+    PatchLedger().replace(signal, "signal", _noting)
 
 
 def _noting(before: Callable[..., Any]) -> Callable[..., Any]:

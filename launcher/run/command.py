@@ -45,9 +45,9 @@ def shell_code(returncode: int) -> int:
 TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 RELAYED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-_IN_STEP_S = 5.0
-"""A scheduler sends a signal to all processes of a step. What hears SIGTERM twice may leave at once: the command gets
-it again only if it is still there."""
+_UNKNOWN_SENDER_S = 5.0
+"""In a job, somebody may have sent a signal to all processes. What hears SIGTERM twice may leave at once: the command
+gets it again only if it is still there."""
 _SENT_BY_KERNEL = 0x80
 """si_code of a signal that the terminal sends, to all processes in front of it. (man 2 sigaction)"""
 
@@ -129,12 +129,11 @@ class AttendedCommand:
         return number
 
     def _relay(self, number: signal.Signals, sender: int) -> None:
-        """The command hears SIGUSR1 once: a second one would end it if it has taken its handler away, as Lightning does
-        after its training."""
-        if number in ENDING:
-            self._relay_at.setdefault(number, time.monotonic() + (_IN_STEP_S if self._job is not None else 0.0))
-        elif self._job is None or not _has_sent_to_all(self._job, sender):
-            self._relay_at.setdefault(number, time.monotonic())
+        """The command hears a signal once: a second one would end it if it has taken its handler away, as Lightning
+        does after its training, or would call a handler that still saves."""
+        if self._job is None or not _has_sent_to_all(self._job, sender):
+            is_ending = number in ENDING and self._job is not None
+            self._relay_at.setdefault(number, time.monotonic() + (_UNKNOWN_SENDER_S if is_ending else 0.0))
 
     def exit_code(self, code: int, verdict: JobResult | None, *, left: bool) -> int:
         """What a run exits with: as its command has, unless there was an overflow, or the run has ended it.

@@ -180,6 +180,8 @@ class CommandRanks(RankStarter):
         """A task of this host has failed: the others end, as under torchrun. First they may raise by themselves."""
         if self._tasks is None or self._command.stop.is_set():
             return
+        if self._command.ended_by is not None:  # they have all been told to end: one may save for longer
+            return
         if self._tasks.any_failed() or any(self._command.codes.values()):
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > _PEERS_S:

@@ -42,3 +42,17 @@ def test_a_signal_to_the_ranks_of_a_step(user):
     report = user.report()
     is_interrupted(report, "SIGUSR1")
     assert report["verdict"]["statement"].startswith("SIGUSR1 reached ranks 0 and 1 from outside")
+
+
+def test_a_rank_that_saves_for_long_is_told_to_end_once(user):
+    """SIGTERM comes to all processes of the step. Rank 0 leaves at once; nobody is stopped for that, as below srun."""
+    command = f"srun gpuwatch run -- python {user.script(SCRIPT)} SIGTERM {user.cwd / 'store'} 12"
+    job = user.sbatch("--nodes=1", "--ntasks-per-node=2", "--wrap", command)
+    for rank in range(2):
+        job.says(f"rank {rank} is under way")
+    user.run("scancel", "--signal=TERM", f"{job.number}.0")
+    for rank in range(2):
+        job.says(f"rank {rank} has saved, and heard 1")
+    job.end()
+
+    is_interrupted(user.report(), "SIGTERM")

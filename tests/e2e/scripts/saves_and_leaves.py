@@ -1,6 +1,7 @@
 """Trains under DDP until a signal comes; then all ranks save in the same batch, and leave with exit code 7.
 
-`saves_and_leaves.py SIGNAL [STORE]`: SIGTERM, SIGUSR1. With STORE, a file, it is a task of srun, without torchrun.
+`saves_and_leaves.py SIGNAL [STORE [SECONDS]]`: SIGTERM, SIGUSR1. With STORE, a file, it is a task of srun, without
+torchrun. A rank saves for so many SECONDS as its number says: rank 0 for none.
 """
 
 import os
@@ -38,5 +39,9 @@ for batch in range(10**6):
         with tempfile.TemporaryFile() as file:
             torch.save(model.state_dict(), file)
             os.fsync(file.fileno())
+        if len(sys.argv) > 3:
+            time.sleep(dist.get_rank() * float(sys.argv[3]))
+        sys.stdout.write(f"rank {dist.get_rank()} has saved, and heard {len(told)}\n")
+        sys.stdout.flush()
         sys.exit(7)
     time.sleep(0.01)
