@@ -71,12 +71,13 @@ def grade(program: PeerProgram, alone: EndedRun, watched: EndedRun | None) -> Gr
     verdict = watched.report["verdict"]
     has_bad = program.fault is KnownFault.NUMBER or any(record["bad"] is not None for record in alone.records)
     if not has_bad:
-        return _of_healthy(program, alone, watched, verdict)
+        return _of_healthy(program, alone, watched, watched.report)
     found, said = _of_bad_number(program, verdict)
     return GradedRun(program, found, said, "" if found is PeerGrade.RIGHT else json.dumps(verdict, indent=1))
 
 
-def _of_healthy(program: PeerProgram, alone: EndedRun, watched: EndedRun, verdict: dict[str, Any]) -> GradedRun:
+def _of_healthy(program: PeerProgram, alone: EndedRun, watched: EndedRun, report: dict[str, Any]) -> GradedRun:
+    verdict = report["verdict"]
     if verdict["kind"] not in ("clean", "unknown"):
         return GradedRun(program, PeerGrade.FALSE_ALARM, text_of(verdict), watched.log)
     changes = [
@@ -90,7 +91,8 @@ def _of_healthy(program: PeerProgram, alone: EndedRun, watched: EndedRun, verdic
         return GradedRun(program, PeerGrade.CHANGED, what, watched.log)
     found = PeerGrade.RIGHT if verdict["kind"] == "clean" else PeerGrade.LESS
     silent = program.fault is KnownFault.SILENT
-    return GradedRun(program, PeerGrade.NOT_IN_SCOPE if silent else found, text_of(verdict))
+    remarks = "".join(f" Remark {each['code']}: {each['text']}." for each in report["insights"])
+    return GradedRun(program, PeerGrade.NOT_IN_SCOPE if silent else found, text_of(verdict) + remarks)
 
 
 def _of_bad_number(program: PeerProgram, verdict: dict[str, Any]) -> tuple[PeerGrade, str]:

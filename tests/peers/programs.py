@@ -108,12 +108,9 @@ SILENT = [
     _silent(
         "pytorch-104336", "pytorch-104336/bug.py", "DDP after .cpu(): gradients not reduced", on_host=True, nproc=2
     ),
-    _silent("pytorch-115607", "pytorch-115607/simple_buggy.py", "a compiled loop misses gradients that are None"),
-    _silent("pytorch-115607 (net)", "pytorch-115607/complex_buggy.py", "the same, with a net of two layers"),
     _silent("pytorch-forum-84911", "pytorch-forum-84911/bug.py", "an optimizer of frozen weights", images=8),
     _silent("stackoverflow-60335387", "stackoverflow-60335387/bug.py", "no zero_grad", on_host=True, images=60),
     _silent("stackoverflow-67180955", "stackoverflow-67180955/bug.py", "workers draw the same random numbers"),
-    _silent("transformers-17877", "transformers-17877/bug.py", "weights initialised twice"),
 ]
 
 

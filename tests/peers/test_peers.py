@@ -36,7 +36,9 @@ def graded(
     program: PeerProgram, verdict: dict[str, object], code: int = 0, bad: int | None = None, **changed: object
 ) -> PeerGrade:
     alone = EndedRun(0, [{**RECORD, "bad": bad}], None, "")
-    return grade(program, alone, EndedRun(code, [{**RECORD, "bad": bad, **changed}], {"verdict": verdict}, "")).grade
+    return grade(
+        program, alone, EndedRun(code, [{**RECORD, "bad": bad, **changed}], {"verdict": verdict, "insights": []}, "")
+    ).grade
 
 
 def test_a_healthy_program_may_be_neither_alarmed_nor_changed():
@@ -95,7 +97,7 @@ def test_a_program_that_fails_without_gpuwatch_is_not_run():
 
 def test_the_table_counts_each_program_once():
     alone = EndedRun(0, [RECORD], None, "")
-    clean = EndedRun(0, [RECORD], {"verdict": CLEAN}, "")
+    clean = EndedRun(0, [RECORD], {"verdict": CLEAN, "insights": []}, "")
     found = [grade(program, alone, clean) for program in (HEALTHY[0], SILENT[0], LOG)]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table_of(found).splitlines()]
 
