@@ -73,7 +73,7 @@ def of_range(operation: BadOperation) -> OverflowCause | None:
         _E,
         f"{named(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, on these "
         f"operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot hold",
-        [f"What it is handed is too large for it: {operation_rule(operation).mend}."],
+        [f"float32 cannot hold its result: {operation_rule(operation).mend}."],
         [in_float64],
     )
 
