@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.tests.cases import case
+from gpuwatch.tests.causes.benchmark import verdict_on
 from gpuwatch.tests.peers import formulas
 from gpuwatch.tests.peers.grades import EndedRun, PeerGrade, grade, table_of
 from gpuwatch.tests.peers.programs import (
@@ -103,6 +104,15 @@ def test_the_table_counts_each_program_once():
 
     assert rows[-1][:2] == ["**all**", "3"]
     assert [sum(map(int, row[2:])) for row in rows[2:]] == [int(row[1]) for row in rows[2:]]
+
+
+def test_of_a_loss_that_has_returned_a_square_is_not_looked_at(tmp_path, monkeypatch):
+    """A whole power of finite numbers is defined: among the operations of this graph a division may make nan."""
+    monkeypatch.chdir(tmp_path)
+    steps = " ".join(verdict_on(formulas.division_by_a_sum_of_exp).next)
+
+    assert "`div`" in steps
+    assert "`pow`" not in steps
 
 
 def test_each_program_is_there_once_and_what_is_rewritten_is_written():
