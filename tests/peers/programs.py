@@ -68,7 +68,7 @@ def _silent(name: str, path: str, cause: str, args: str = "", **more: object) ->
     return PeerProgram(name, WORKLOADS, path, KnownFault.SILENT, cause, tuple(args.split()), **more)
 
 
-# fp_rate/autocast is left out: 300 steps of 512 x 4096 x 4096, whose sizes are written in it, take an hour on one core
+# fp_rate/autocast is left out: 300 steps of 512 x 4096 x 4096, sizes that are written in it, are too many for one core
 HEALTHY = [
     _workload("dcgan/main.py", "--dataset mnist --dataroot . --workers 0 --niter 1 --manualSeed 5 --outf ."),
     _workload("ddp-multigpu/multigpu.py", "--batch_size 8 1 2", on_host=True, nproc=2),
