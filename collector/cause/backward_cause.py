@@ -182,6 +182,8 @@ def _able_to_make(nodes: Iterable[GraphNode], value: str) -> list[str]:
     for node in nodes:
         name = operation_of_node(node.op)
         rule = OPERATION_RULES.get(name)
+        if node.exponent is not None and node.exponent >= 0 and node.exponent.is_integer():
+            continue  # a square is defined for all numbers
         if rule is not None and (rule.nan if value == "nan" else rule.inf):
             names[name] = None
     strong = [name for name in names if name not in ("div", "pow", "mean", "prod", "exp")]

@@ -18,7 +18,7 @@ from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_los
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples
 from .derivative_rules import INSIDE
-from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision
+from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision, of_range
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
 from .training_cause import growing, of_copy, of_growth, of_start, of_training
 
@@ -103,7 +103,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     large = large or growing(clues, of_precision(operation))
     if large is not None:
         return large
-    return of_domain(clues, operation, domain) if domain else of_batch(clues)
+    return of_domain(clues, operation, domain) if domain else of_batch(clues) or of_range(operation)
 
 
 def _unrepeatable(what: str, trials: list[CauseTrial]) -> OverflowCause:

@@ -8,7 +8,7 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.model import OverflowCause
 from .cause_clues import CauseClues, odd_text
-from .operation_rules import domain_advice, name_of, trial_in
+from .operation_rules import beyond_float32, domain_advice, name_of, operation_rule, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 _OF_ROWS = ("softmax", "log_softmax", "logsumexp", "safe_softmax")
@@ -59,6 +59,22 @@ def of_precision(operation: BadOperation) -> OverflowCause | None:
         f"the same operation is finite {found}",
         [f"Compute this part in {names} (tried: finite), under torch.autocast(enabled=False) where autocast is on."],
         finite,
+    )
+
+
+def of_range(operation: BadOperation) -> OverflowCause | None:
+    """It grows so fast that float32 does not hold what it makes of an ordinary number: exp above 88.7."""
+    words, in_float64 = beyond_float32(operation), trial_in(operation.trials, "float64")
+    if not words or in_float64 is None:
+        return None
+    first = f" (first element: {', '.join(f'{number:.9g}' for number in operation.handed)} in)"
+    return OverflowCause(
+        "domain",
+        _E,
+        f"{named(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, on these "
+        f"operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot hold",
+        [f"float32 cannot hold its result: {operation_rule(operation).mend}."],
+        [in_float64],
     )
 
 

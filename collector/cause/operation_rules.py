@@ -146,6 +146,17 @@ def is_large_in_float64(operation: BadOperation) -> bool:
     return operation.output.value != "nan" and name_of(operation).rstrip("_") in _GROWS
 
 
+def beyond_float32(operation: BadOperation) -> str:
+    """What an operation that grows fast made inf of in float32, in words; "" if another operation did, if an operand
+    was not finite, or if its result was not tried, or not finite, in float64.
+    """
+    in_float64 = trial_in(operation.trials, "float64")
+    is_finite = in_float64 is not None and in_float64.value == "finite"
+    if operation.output.dtype != "float32" or not is_large_in_float64(operation) or not is_finite:
+        return ""
+    return "" if any(each.is_bad for each in operation.inputs) else operation_rule(operation).inf
+
+
 def domain_advice(operation: BadOperation) -> str:
     """What to change where an operand was outside of the operation's domain; "" if it was not, or nobody knows."""
     words = outside_domain(operation)

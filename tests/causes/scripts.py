@@ -192,6 +192,13 @@ CAUSES = [
         "clamp it",
         own(lambda h, bad: (-h.abs() if bad else h.abs()).log()),
     ),
+    KnownCause(
+        "exp of 100, which float64 holds",
+        "domain",
+        "exp of a number that is too large",
+        "bound what it is handed",
+        own(lambda h, bad: (h.tanh() * (1e-3 if not bad else 0) + 100 * bad).exp()),
+    ),
     KnownCause("sqrt below 0", "domain", "the square root", "clamp it", own(lambda h, bad: (h.abs() - 9 * bad).sqrt())),
     KnownCause(
         "0 / 0",

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from gpuwatch.collector.cause.operation_cause import of_range
 from gpuwatch.collector.cause.operation_rules import OPERATION_RULES, domain_advice, outside_domain
 from gpuwatch.core.events import BadOperation
 from gpuwatch.worker.explain.operation_watch import OperationWatch
@@ -52,6 +53,18 @@ def test_a_trial_in_float64_decides_between_too_large_and_outside():
         assert trials["nothing"] in ("nan", "+inf", "-inf", "inf"), row.name
         is_large = trials["float64"] == "finite"
         assert is_large == (not row.words or row.is_near_zero), row.name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_grows_beyond_float32_alone_is_said_with_its_trial():
+    """exp of 100 is finite in float64. Of mul, mm and sum that is not said: what they are handed is too large."""
+    found = {row.name: of_range(operation_of(row)) for row in ROWS if not row.words or row.is_near_zero}
+    said = {name: cause.statement for name, cause in found.items() if cause is not None}
+
+    assert set(said) == {"exp", "prod", "cumprod"}
+    assert "exp of a number that is too large" in said["exp"]
+    assert "is finite in float64, abs max 2.69e+43, which float32 cannot hold" in said["exp"]
+    assert all(of_range(operation_of(row, tries=False)) is None for row in ROWS)
 
 
 def test_without_trials_a_rule_is_no_less_careful():

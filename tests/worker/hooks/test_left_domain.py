@@ -81,10 +81,15 @@ def test_what_no_dtype_holds_is_bounded(watch: Callable[..., Any]) -> None:
     assert advice(watch, torch.exp, 1e3).startswith(OUTSIDE.format("exp of a number that is too large")[:-1])
 
 
+@pytest.mark.parametrize("function", [torch.exp, torch.expm1])
+def test_what_float32_alone_does_not_hold_is_bounded(watch: Callable[..., Any], function: Any) -> None:
+    """exp(100) is finite in float64: an ordinary number for most operations, and too large for this one."""
+    assert advice(watch, function, 100.0).startswith("float32 cannot hold its result: bound what it is handed")
+
+
 @pytest.mark.parametrize(
     ("function", "value"),
     [
-        (torch.exp, 100.0),
         (lambda x: x * 1e30, 1e30),
         (lambda x: x / 0.01, 1e38),
         (lambda x: x**2, 1e30),

@@ -1,0 +1,3 @@
+"""The switch that some programs set."""
+
+DISABLE_WRAPPER = False
