@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from linecache import getline
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from msgspec.structs import replace
 from ...core.events import BadOperation
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
-from .code_place import CodePlace, place_of
+from .code_place import CallSite, CodePlace, is_users_file, place_of
 from .operands import operation_name
-from .operation_watch import HandedTensor, MadeValue, OperationWatch, is_users_file
+from .operation_watch import HandedTensor, MadeValue, OperationWatch
 
 running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _ENGINE = "_engine_run_backward"
@@ -32,7 +31,7 @@ class BackwardWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch h
     """A watch whose operations may be those of a backward."""
 
     def __init__(
-        self, module: str, names: dict[int, str], caller: FrameType | None, module_of: Callable[[int], str | None]
+        self, module: str, names: dict[int, str], caller: CallSite | None, module_of: Callable[[int], str | None]
     ) -> None:
         """`module_of`: number of an autograd node -> the module that made it."""
         super().__init__(module, names, caller)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import islice
 from linecache import getline
-from types import FrameType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import NamedTuple
+
+import torch
+
+_PACKAGE = Path(__file__).parents[2]
+_NOT_OF_USER = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, _PACKAGE / "worker", _PACKAGE / "core"))
+_WITHOUT_FILE = ("<ipython", "<stdin>")
+"""Names in brackets that stand for code of the user's. Others are generated code."""
+_STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + "/", ("/site-packages/", "/dist-packages/")
 
 _InstructionColumns = tuple[int | None, int | None, int | None, int | None]
 """First line, last line, first byte, and the byte behind the last one: of one instruction."""
@@ -25,14 +36,47 @@ class CodePlace(NamedTuple):
     """The first character of the operation in `code`, and the one behind its last; None: not known."""
 
 
-def place_of(module: str, frame: FrameType) -> CodePlace:
+class CallSite(NamedTuple):
+    """Where a call was made, as its frame has it. A frame itself would keep the script's tensors alive."""
+
+    f_code: CodeType
+    f_lasti: int
+
+    @property
+    def f_lineno(self) -> int:
+        """0: not known."""
+        lines = self.f_code.co_lines()
+        return next((line for first, end, line in lines if first <= self.f_lasti < end and line is not None), 0)
+
+
+def call_site(frame: FrameType | None) -> CallSite | None:
+    """That of the innermost frame with code of the user's, from this one outwards; None if there is none."""
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return CallSite(frame.f_code, frame.f_lasti) if frame is not None else None
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether it runs code of the script's own, or of a library that is not torch."""
+    return is_users_file(frame.f_code.co_filename)
+
+
+@lru_cache(1024)
+def is_users_file(file: str) -> bool:
+    """Whether a file has code of the script's own, or of a library that is not torch."""
+    if file.startswith(_NOT_OF_USER) or (file.startswith("<") and not file.startswith(_WITHOUT_FILE)):
+        return False
+    return not file.startswith(_STDLIB) or any(packages in file for packages in _PACKAGES)
+
+
+def place_of(module: str, frame: FrameType | CallSite) -> CodePlace:
     """What a frame is running now. The frame belongs to code of the user's, and the module is the innermost one."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = getline(file, line)
     return CodePlace(module, file, line, text.strip(), _columns_of(frame, text))
 
 
-def _columns_of(frame: FrameType, text: str) -> tuple[int, int] | None:
+def _columns_of(frame: FrameType | CallSite, text: str) -> tuple[int, int] | None:
     """The part of a line, without the line's indent, that a frame is running.
 
         h = s.n(x); a = s.q(h) @ s.k(h)    (16, 31): a product, when it runs

@@ -30,7 +30,7 @@ from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
 from ..device.device import without_modes
 from ..record.names import inputs_of, outputs_of, unwrap, walk
-from .code_place import CodePlace
+from .code_place import CodePlace, call_site
 from .operation_watch import OperationWatch, SecondRunStopped
 
 _set_stance: Any = getattr(torch.compiler, "set_stance", None)
@@ -312,7 +312,7 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
             f"gpuwatch explain {quote(module)}"
         )
     run = unwrap(module)
-    watch = OperationWatch("", {id(part): name for name, part in walk(run)}, sys._getframe(1))
+    watch = OperationWatch("", {id(part): name for name, part in walk(run)}, call_site(sys._getframe(1)))
     seen: list[SeenOperation] = []
 
     def note(op: str, place: CodePlace, output: OperandNumbers) -> None:

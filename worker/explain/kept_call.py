@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..record.roots import ModuleInfo
+from .code_place import CallSite
 from .forward_thread import ContextMaker, RandomNumbers
 
 _MOST_BYTES = 4 << 20
@@ -34,6 +35,8 @@ class KeptCall:
     """Those that it got; None: unknown."""
     refusal: str = ""
     """Why it may not run again, as far as that was known when it returned: a clause."""
+    site: CallSite | None = None
+    """Where the script has called it; None: not known."""
     method: str = "forward"
     """What ran: Lightning calls `training_step` through its module's `forward`."""
 

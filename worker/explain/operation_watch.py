@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
 from ..record.tensor_stats import is_foreign, local_part
-from .code_place import CodePlace, place_of
+from .code_place import CallSite, CodePlace, is_of_user, place_of
 from .operands import BATCH_NORM, has_numbers, number_of, numbers_of, operation_name, plain_numbers, written_by
 from .operation_trials import MOST_BYTES, handed_for_first, operands_with, trials_of
 
@@ -46,11 +44,6 @@ _OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_p
 _WHOLLY = ("copy_", "fill_", "zero_")
 _weak = name_in_torch("torch.UntypedStorage._weak_ref")
 _free_weak = name_in_torch("torch.UntypedStorage._free_weak_ref")
-_PACKAGE = Path(__file__).parents[2]
-_NOT_OF_USER = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, _PACKAGE / "worker", _PACKAGE / "core"))
-_WITHOUT_FILE = ("<ipython", "<stdin>")
-"""Names in brackets that stand for code of the user's. Others are generated code."""
-_STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + "/", ("/site-packages/", "/dist-packages/")
 
 
 class SecondRunStopped(Exception):
@@ -118,8 +111,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """False: else torch imports all of torch._dynamo at the first operation, which takes seconds."""
         return False
 
-    def __init__(self, module: str, names: dict[int, str], caller: FrameType | None) -> None:
-        """`caller` has called `module`. `names`: id of a module inside it -> its name."""
+    def __init__(self, module: str, names: dict[int, str], caller: CallSite | None) -> None:
+        """`caller` has called `module`; None: not known. `names`: id of a module inside it -> its name."""
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._module, self._names, self._caller = module, names, caller
         self._storages: dict[int, _StorageRecord] = {}
@@ -302,13 +295,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _place(self) -> CodePlace:
         """The innermost module, and the innermost line that is not torch's."""
         module, found = self._in_python()
-        caller = self._caller
-        while found is None and caller is not None:
-            found, caller = (caller if _is_of_user(caller) else None), caller.f_back
         module = self._module if module is None else module
-        if found is None:
-            return CodePlace(module)
-        return place_of(module, found)
+        running = found if found is not None else self._caller
+        return CodePlace(module) if running is None else place_of(module, running)
 
     def _in_python(self, until: str = "") -> tuple[str | None, FrameType | None]:
         """(name of the innermost module, the innermost frame that is not torch's), inside the function `until`."""
@@ -319,7 +308,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 break
             if module is None and frame.f_code is CALL:
                 module = self._names.get(id(frame.f_locals.get("self")))
-            if found is None and _is_of_user(frame):
+            if found is None and is_of_user(frame):
                 found = frame
             frame = frame.f_back
         return module, found
@@ -394,14 +383,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _place_of(tensor: torch.Tensor) -> Any:
     strided = tensor.layout is torch.strided
     return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if strided else None
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    return is_users_file(frame.f_code.co_filename)
-
-
-def is_users_file(file: str) -> bool:
-    """Whether a file has code of the script's own, or of a library that is not torch."""
-    if file.startswith(_NOT_OF_USER) or (file.startswith("<") and not file.startswith(_WITHOUT_FILE)):
-        return False
-    return not file.startswith(_STDLIB) or any(packages in file for packages in _PACKAGES)

@@ -15,8 +15,8 @@ import torch
 from ...core.events import ScriptTensor
 from ...core.signal_errors import suppress_own
 from ..device.device import is_at_rest, without_modes
+from .code_place import is_users_file
 from .operands import has_numbers, numbers_of
-from .operation_watch import is_users_file
 from .saved_operands import outside_domain
 from .script_lines import AssignedLine, source_of
 

@@ -54,6 +54,7 @@ from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
 from ..record.tensor_stats import version_of
 from .capture import ForwardCapture
+from .code_place import call_site
 from .explained_batch import ExplainedBatch
 from .forward_thread import (
     ContextMaker,
@@ -148,6 +149,7 @@ class SecondRuns:
         if threading.get_ident() == self._running.thread:
             begun_with = self._random if not self._running.stack else None
             call = KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
+            call.site = call_site(sys._getframe(1))
             module, (root, method) = info.ref(), self._method
             if module is not None and id(unwrap(module)) == root and info not in self._running.stack:
                 call.method = method  # else `training_step` has called its own module
@@ -210,15 +212,15 @@ class SecondRuns:
         """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
         waits = self._bad is not None and self._bad.page.root == info.root.id
         if info.root.page is not None and info.root.id < _MOST_ROOTS and not waits:
-            is_flat = not kwargs and all(
-                type(each) is torch.Tensor for each in args
-            )  # pytree takes longer than the rest
+            # pytree takes longer than all the rest
+            is_flat = not kwargs and all(type(each) is torch.Tensor for each in args)
             leaves, tree = (list(args), None) if is_flat else _pytree.tree_flatten((args, kwargs))
             versions = [version_of(leaf) for leaf in leaves if is_tensor(leaf)]
             leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
             kept.method, kept.refusal = self._method[1], _refusal_by_modes()
+            kept.site = call_site(sys._getframe(1)) if self._is_late else None
             self._roots_kept[info.root.id] = kept
 
     def _has_issued(self, info: ModuleInfo) -> bool:
@@ -286,7 +288,7 @@ class SecondRuns:
     ) -> None:
         name = call.info.name
         names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
-        watch = OperationWatch(name, names, sys._getframe(1))
+        watch = OperationWatch(name, names, call.site)
         watch.tries = True
         forward = ForwardThread(run, call.method, target, args, kwargs, watch)
         contexts = [*call.contexts, eager]

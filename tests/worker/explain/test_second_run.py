@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+
+from ..conftest import use_late_device
 
 SOURCE = Path(__file__).read_text().splitlines()
 
@@ -456,6 +459,27 @@ def test_the_operation_and_the_line(watch, request, fault, way):
         assert part == part.strip() and f"# {fault}" not in part, part
     assert f"test_second_run.py:{found.line}" in verdict.evidence[1]
     assert f"{found.op} made it at {__file__}:{found.line}: " in str(raised.value)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a late device"])
+def test_a_root_of_torchs_own_modules_has_the_line_that_called_it(watch, monkeypatch, late):
+    """Its numbers may come later, while another line runs."""
+    if late:
+        use_late_device(monkeypatch, LateDevice(7))
+    watched = watch(on_overflow="abort")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.constant_(model[1].weight, 3e38)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(OverflowDetected):
+        for _ in range(2):
+            loss = model(torch.ones(4, 8)).sum()  # root of torch's modules
+            loss.backward()
+            watched.collect()
+            optimizer.step()
+    found = watched.verdict().operation
+    assert found is not None, watched.verdict().evidence
+    assert (found.line, found.file) == (line_of("root of torch's modules"), __file__), found
+    assert sys.version_info < (3, 11) or found.code[slice(*found.columns)] == "model(torch.ones(4, 8))"
 
 
 def test_code_without_a_source_has_its_place_alone(watch):
