@@ -310,7 +310,9 @@ def clean_verdict(facts: RunFacts) -> Verdict:
     evidence = [coded(clause, code) for code, clause in gaps[:_MOST_EVIDENCE]] if below or not facts.has_ended else []
     idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
     if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
-        statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
+        has_stepped = any(rank.state is not None and rank.state.step > 0 for rank in ranks)
+        what = "Only steps of optimizers were" if has_stepped else "Nothing was"
+        statement = f"{what} watched: no module was called on {counted(len(ranks), 'rank')}."
         evidence = [_NOTHING_CALLED, *_loose_lines(ranks)]
     return Verdict(
         VerdictKind.UNKNOWN,

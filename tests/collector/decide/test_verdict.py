@@ -729,6 +729,10 @@ def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make
     assert (verdict.kind, verdict.missing) == ("unknown", ["ranks 0, 1 called no module"])
     assert verdict.statement == "Nothing was watched: no module was called on 2 ranks."
 
+    bodies = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1, step=7)]
+    verdict = judge(make.hello(), *bodies, make.NodeBye("ok"))
+    assert verdict.statement == "Only steps of optimizers were watched: no module was called on 2 ranks."
+
 
 def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_has(make):
     loose = EventMessage(LooseParameters(RunPosition(1), "Adam", 2))
