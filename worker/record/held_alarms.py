@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from ...core.events import LedNowhere
 from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
-from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
+from ...core.roles import GRADIENTS, RoleKind, is_param_group
 from ...core.signal_errors import suppress_own
 from ..patches import PatchLedger
 from .progress import RunProgress
-from .roots import ModuleInfo, RankRoots
+from .roots import ModuleInfo, RankRoots, has_any
 
 # Which models and weights the script trains, as far as it is known when a value is bad.
 #
@@ -69,7 +69,7 @@ class TrainedModules:
         False if the script trains no other module: then the outputs of the model are its purpose.
         """
         key = (page.root, called.module)
-        if _has_gradients(self._within(page, called)):
+        if has_any(self._within(page, called), GRADIENTS):
             return False
         module = self._roots.find(page.root, called.module, called.cls)[1]
         known = self._apart.get(key)
@@ -85,7 +85,7 @@ class TrainedModules:
     def has_parameters(self, page: OpenPage, called: Frame) -> bool:
         """Whether the module that the script has called has parameters of its own, or in a module in it."""
         found = self._within(page, called)
-        return any(parse_role(role).kind is RoleKind.WEIGHT for info in found for role in info.slots)
+        return has_any(found, (RoleKind.WEIGHT,))
 
     def weight(self, page: OpenPage, frame: Frame, role: str) -> bool | None:
         """Whether a weight gets gradients; None if no gradient of its root has been seen so far."""
@@ -93,12 +93,12 @@ class TrainedModules:
         info = known.get((frame.module, frame.cls))
         if info is None or f"grad {role}" in info.slots or is_param_group(frame.module):
             return True
-        return False if _has_gradients(known.values()) else None
+        return False if has_any(known.values(), GRADIENTS) else None
 
     def was_called(self, page: OpenPage, frame: Frame) -> bool:
         """Whether a call of the module of this frame was recorded."""
         info = self._roots.infos[page.root].definitions.get((frame.module, frame.cls))
-        return info is None or any(parse_role(role).kind is RoleKind.OUTPUT for role in info.slots)
+        return info is None or has_any((info,), (RoleKind.OUTPUT,))
 
     def _within(self, page: OpenPage, called: Frame) -> list[ModuleInfo]:
         name, known = called.module, self._roots.infos[page.root].definitions.values()
@@ -108,10 +108,6 @@ class TrainedModules:
         """Ids of the parameters of all optimizers that live."""
         groups = [group for each in list(self._optimizers) for group in getattr(each, "param_groups", ())]
         return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _has_gradients(infos: Any) -> bool:
-    return any(parse_role(role).kind in GRADIENTS for info in infos for role in info.slots)
 
 
 _MOST = 64

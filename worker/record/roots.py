@@ -6,7 +6,7 @@ A root is a module that the script calls while no other module runs: a model, as
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events import ModuleDef, RootDef
 from ...core.recorder.writer import OpenPage, RecorderWriter
-from ...core.roles import role_of_parameter
+from ...core.roles import RoleKind, parse_role, role_of_parameter
 from .names import ModuleSelection, class_of, unwrap, walk, wrapped_child
 
 if TYPE_CHECKING:
@@ -109,6 +109,16 @@ class ModuleInfo:
             self.is_wrapper = wrapped_child(module) is not None and not self.is_graph
 
 
+def _may_be_trained(module: nn.Module) -> bool:
+    parameters = (each for _, part in walk(module) for each in part._parameters.values())
+    return any(each is not None and each.requires_grad for each in parameters)
+
+
+def has_any(infos: Iterable[ModuleInfo], kinds: Collection[RoleKind]) -> bool:
+    """Whether a row of one of these kinds was ever recorded of these modules."""
+    return any(parse_role(role).kind in kinds for info in infos for role in info.slots)
+
+
 class RootInfo:
     """A root module. Each root counts its own batches."""
 
@@ -132,6 +142,11 @@ class RootInfo:
         """Whether the module is the root itself, or the only one of its class: no other one shares its graphs."""
         same = [info for info in self.modules.values() if info.cls == class_of(module) and not info.is_wrapper]
         return len(same) <= 1 or any(info.ref() is module and not info.name for info in same)
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether a weight has had a gradient."""
+        return has_any(self.definitions.values(), (RoleKind.GRAD_WEIGHT,))
 
     def knows(self, module: nn.Module) -> bool:
         """Whether the module is known to be a part of this root."""
@@ -269,8 +284,14 @@ class RankRoots:
 
     def _new_root(self, module: nn.Module) -> RootInfo:
         cls = class_of(module)
-        # a loss module that is made in every step stays one root
-        root = next((known for known in self.infos if known.cls == cls and known.ref() is None), None)
+        # A loss module that is made in every step stays one root. A frozen copy is none that was trained: its values
+        # may lead nowhere. And a model that may be trained leaves the roots of frozen ones to those, where it can.
+        gone = [known for known in self.infos if known.cls == cls and known.ref() is None]
+        if _may_be_trained(module):
+            gone.sort(key=lambda known: not known.was_trained)
+        else:
+            gone = [known for known in gone if not known.was_trained]
+        root = gone[0] if gone else None
         if root is None:
             ordinal = sum(known.cls == cls for known in self.infos)
             root = RootInfo(len(self.infos), cls, ordinal)

@@ -175,6 +175,28 @@ def test_a_healthy_script_is_not_ended(watch, way, script, why):
     assert watched.reader.state().overflow is False
 
 
+def _frozen_copy(model: Model, weight: float) -> None:
+    copied = copy.deepcopy(model.net).requires_grad_(False)
+    copied[0].weight.fill_(weight)
+    copied(torch.ones(2, 4))
+
+
+def test_a_frozen_copy_is_not_taken_for_a_model_of_before_that_was_trained(watch, way):
+    """The second model is trained in place of a frozen copy that is gone, and is gone itself when the next one comes."""
+    watched = watch(on_overflow="abort")
+    model = Model()
+    model.step(torch.rand(2, 4))
+    _frozen_copy(model, 1.0)
+    Model().step(torch.rand(2, 4))
+    model.step(torch.rand(2, 4))
+    _frozen_copy(model, 3e38)
+    model.step(torch.rand(2, 4))
+    watched.settle()
+
+    assert (watched.anomalies, watched.faults) == ([], [])
+    assert {told.why for told in watched.of(AbsorbedValue)} == {"not trained"}
+
+
 def _evaluation() -> None:
     model = Model()
     model.net[0].weight.data.fill_(2.0)
