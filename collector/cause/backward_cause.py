@@ -99,7 +99,7 @@ def cause_in_derivative(operation: BadOperation) -> OverflowCause | None:
     return OverflowCause(
         "domain",
         Certainty.ESTABLISHED,
-        f"the derivative of `{name}` is not finite {rule.where}; tried: {named(operation)} of it{handed} is "
+        f"the derivative of `{name}` ({rule.where}) is not finite; tried: {named(operation)} of it{handed} is "
         f"{in_float64.value} in float64, too",
         [f"Make what `{name}` is handed safe: {rule.mend}{INSIDE}. Not tried."],
         [in_float64],

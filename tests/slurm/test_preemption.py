@@ -12,6 +12,14 @@ pytestmark = [
 SCRIPT = "saves_and_leaves.py"
 
 
+def under_way(user, *words):
+    """A job whose two ranks train."""
+    job = user.sbatch(*words)
+    for rank in range(2):
+        job.says(f"rank {rank} is under way")
+    return job
+
+
 def is_interrupted(report, number):
     verdict = report["verdict"]
     assert (verdict["kind"], verdict["rank"], verdict["signal"]) == ("interrupted", None, number)
@@ -21,9 +29,7 @@ def is_interrupted(report, number):
 
 def test_scancel_of_a_launch(user):
     """SIGTERM comes to the launches; torchrun sends it to the ranks."""
-    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script(SCRIPT), "SIGTERM")
-    for rank in range(2):
-        job.says(f"rank {rank} is under way")
+    job = under_way(user, *TWO_NODES, TEMPLATE, user.script(SCRIPT), "SIGTERM")
     user.run("scancel", job.number)
     job.end()
 
@@ -33,9 +39,7 @@ def test_scancel_of_a_launch(user):
 def test_a_signal_to_the_ranks_of_a_step(user):
     """SIGUSR1 comes to all processes of the step, and `gpuwatch run` does not end for it."""
     command = f"srun gpuwatch run -- python {user.script(SCRIPT)} SIGUSR1 {user.cwd / 'store'}"
-    job = user.sbatch("--nodes=1", "--ntasks-per-node=2", "--wrap", command)
-    for rank in range(2):
-        job.says(f"rank {rank} is under way")
+    job = under_way(user, "--nodes=1", "--ntasks-per-node=2", "--wrap", command)
     user.run("scancel", "--signal=USR1", f"{job.number}.0")
     job.end()
 
@@ -47,9 +51,7 @@ def test_a_signal_to_the_ranks_of_a_step(user):
 def test_a_rank_that_saves_for_long_is_told_to_end_once(user):
     """SIGTERM comes to all processes of the step. Rank 0 leaves at once; nobody is stopped for that, as below srun."""
     command = f"srun gpuwatch run -- python {user.script(SCRIPT)} SIGTERM {user.cwd / 'store'} 12"
-    job = user.sbatch("--nodes=1", "--ntasks-per-node=2", "--wrap", command)
-    for rank in range(2):
-        job.says(f"rank {rank} is under way")
+    job = under_way(user, "--nodes=1", "--ntasks-per-node=2", "--wrap", command)
     user.run("scancel", "--signal=TERM", f"{job.number}.0")
     for rank in range(2):
         job.says(f"rank {rank} has saved, and heard 1")

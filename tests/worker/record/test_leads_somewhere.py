@@ -182,7 +182,7 @@ def _frozen_copy(model: Model, weight: float) -> None:
 
 
 def test_a_frozen_copy_is_not_taken_for_a_model_of_before_that_was_trained(watch, way):
-    """The second model is trained in place of a frozen copy that is gone, and is gone itself when the next one comes."""
+    """The second model is trained after a frozen copy is gone, and is gone itself when the next copy comes."""
     watched = watch(on_overflow="abort")
     model = Model()
     model.step(torch.rand(2, 4))
