@@ -65,9 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_finish() -> None:
     """The tests themselves are never garbage: who looks for garbage from now on does not look at them."""
-    gc.enable()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 _HOOK_TABLES = {

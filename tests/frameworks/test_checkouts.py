@@ -14,9 +14,12 @@ from checkouts import SCRIPTS, VARIABLE, Script, try_script
 from rows import OVERFLOW
 
 
+pytestmark = pytest.mark.slow
+
+
 def marks(script: Script):
     """Ray starts three times, and its example is in a package that CI has: minutes in each run of CI."""
-    return pytest.mark.soak if script.package else pytest.mark.slow
+    return [pytest.mark.soak] if script.package else []
 
 
 @pytest.mark.parametrize(

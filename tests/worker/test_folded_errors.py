@@ -30,6 +30,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_it_is_one_line_unless_the_script_prints_errors_itself_or_has_raised_its_own(tmp_path):
     words = [sys.executable, "-c", LOSES_A_PEER]
     ranks = [

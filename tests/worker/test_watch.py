@@ -792,7 +792,8 @@ print(random.getstate() == before)
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("look", ["watched.verdict()", "watched._repr_html_()", "watched.report()"])
 def test_what_a_script_draws_is_the_same_where_it_looks_at_its_watch(look):
     """rich draws one of Python's random numbers at its import."""

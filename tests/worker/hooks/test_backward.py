@@ -892,7 +892,7 @@ def test_dynamo_compiles_no_hook_of_a_backward_that_a_compiled_function_runs(way
 # -- the rehearsal of a CUDA graph ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["native", "python", "compiled"])
+@pytest.mark.parametrize("how", ["native", "python", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_gradients_of_a_rehearsal_are_marked_and_no_evidence(watch, how):
     """tests/fakes/cuda/test_graphs.py has the real one. The next page's gradients count again."""
     watched = watch()

@@ -843,7 +843,8 @@ show("after")
 
 
 @BOTH
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_an_alarm_lists_what_was_issued_last_and_whether_what_came_out_was_read(both):
     """A view's output is read as well, although the script keeps no name for it."""
     body = (

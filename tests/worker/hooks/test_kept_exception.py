@@ -135,7 +135,8 @@ except ValueError:
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("how", "code"), [(LAUNCHED, 1), (JOINED, 0)], ids=["launched", "joined"])
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise RuntimeError('later')"], ids=["end", "exit", "error"])
 def test_the_end_of_a_rank_raises_or_tells_those_that_are_left(tmp_path, how, code, end):

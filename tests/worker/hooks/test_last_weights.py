@@ -36,7 +36,7 @@ def compiled(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("update", [by_hand, compiled])
+@pytest.mark.parametrize("update", [by_hand, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_they_are_read_at_the_end_and_the_run_is_not_clean(update):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -76,7 +76,7 @@ def _train(watch, path, *, keeps=False, fault=None, **settings):
     return watched
 
 
-@pytest.mark.quick(1)
+@fewer_quick
 def test_nan_that_is_taken_away_is_counted_and_no_alarm(watch, path):
     watched = _train(watch, path, on_overflow="abort")
 

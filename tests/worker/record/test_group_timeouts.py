@@ -23,6 +23,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_it_is_that_of_each_group():
     ended = subprocess.run([sys.executable, "-c", GLOO], capture_output=True, text=True)
 
