@@ -13,6 +13,7 @@ from ..facts.facts import RankFacts, RunFacts
 from ..report import model
 from ..report.model import GRADES, CascadedRank, Verdict
 from ..report.sentence_parts import counted, grouped
+from .checked_nodes import checked_nodes
 
 _MAX_LINES = 12
 _CERTAINTY = dict.fromkeys(("rank", "gpu", "node"), Certainty.ESTABLISHED) | {"link": Certainty.SUPPORTED}
@@ -55,7 +56,10 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
         f"Preflight passed: {where}{', with ' + ' and '.join(noted) if noted else ''}.",
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
-        evidence=[finding_line(finding) for finding in findings[:_MAX_LINES]],
+        evidence=[
+            *checked_nodes(facts, ranks, findings)[:_MAX_LINES],
+            *(finding_line(finding) for finding in findings[:_MAX_LINES]),
+        ],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
     )
 

@@ -1,0 +1,53 @@
+"""What a check that passed says of each node: how many of its ranks are good, on what, with which versions.
+
+    n0: 8 of 8 GPUs OK, NVIDIA H100 80GB HBM3, torch 2.14.1, CUDA 13.0, NCCL 2.29.7, driver 580.95.05
+
+It is the line of `torch-distributed-gpu-test.py` for a whole node. Nodes that are alike share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...core.preflight import InventoryFacts, PreflightFinding
+from ..facts.facts import RankFacts, RunFacts
+from ..report.sentence_parts import counted, grouped
+
+_MOST_NAMED = 4
+_OF_DEVICES = ("rank", "gpu")
+_SHOWN = {"torch": "torch", "cuda": "CUDA", "hip": "HIP", "nccl": "NCCL"}
+"""Names of versions, in the order in which they are shown -> how they are written."""
+
+
+def checked_nodes(facts: RunFacts, ranks: list[RankFacts], findings: Iterable[PreflightFinding]) -> list[str]:
+    """A line for each kind of node. A rank with a finding about itself or its GPU is not counted as OK."""
+    odd = {rank for found in findings if found.subject in _OF_DEVICES for rank in found.ranks}
+    said: dict[str, list[str]] = {}
+    for mine in grouped(sorted(ranks, key=lambda rank: rank.rank), lambda rank: rank.agent).values():
+        known = [rank.inventory.facts for rank in mine if rank.inventory is not None and rank.inventory.facts]
+        if len(known) == len(mine):
+            good = sum(rank.rank not in odd for rank in mine)
+            said.setdefault(_text(known, good), []).append(facts.host(mine[0]))
+    return [f"{_names(hosts)}: {text}" for text, hosts in said.items()]
+
+
+def _text(known: list[InventoryFacts], good: int) -> str:
+    on_gpus = all(one.device not in ("", "cpu") for one in known)
+    tested = f"{good} of {counted(len(known), 'GPU' if on_gpus else 'rank')} OK{'' if on_gpus else ' on the CPU'}"
+    names = sorted({one.device_name for one in known if one.device_name})
+    versions = [
+        f"{shown} {' and '.join(found)}"
+        for name, shown in _SHOWN.items()
+        if (found := sorted({one.versions[name] for one in known if one.versions.get(name)}))
+    ]
+    drivers = sorted({one.driver for one in known if one.driver}) if on_gpus else []
+    return ", ".join([tested, *names, *versions, *[f"driver {' and '.join(drivers)}"] * bool(drivers)])
+
+
+def _names(hosts: list[str]) -> str:
+    """`n0`, `n0 and n1`, `n0, n1, n2, n3 and 60 more`"""
+    shown = hosts[:_MOST_NAMED]
+    more = len(hosts) - len(shown)
+    if more:
+        return f"{', '.join(shown)} and {more} more, each"
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}, each"
