@@ -175,7 +175,11 @@ class Walk:
                     self.trouble.append(f"{name_of(self.page)}:{block.line + 1}: nothing printed this:\n{paragraph}")
             texts = [renewed(text, self.printed) if text in compared else text for text in block.paragraphs()]
             self.made.append((block, texts))
-        for group in self.groups:  # jobs in the background
+        self.end()
+
+    def end(self) -> None:
+        """End the jobs that it left in the background."""
+        for group in self.groups:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGTERM)
 

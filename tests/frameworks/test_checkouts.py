@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no f
 from checkouts import SCRIPTS, VARIABLE, Script, try_script
 from rows import OVERFLOW
 
-
 pytestmark = pytest.mark.slow
 
 
