@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import numpy
 
 from ..core.errors import Code, coded
-from ..core.events import Anomaly, LimitForecast
+from ..core.events.agent_events import LimitForecast
+from ..core.events.alarms import Anomaly
 from ..core.recorder.layout import PARTS
 from ..core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState, WatchSlowRank
 from ..core.wire.view import ViewStraggler

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import Code, GpuwatchError, coded
-from ..core.events import Definition
+from ..core.events.definitions import Definition
 from ..core.guest.own_files import expect_regular
 from ..core.guest.threads import OneThread
 from ..core.text import shown_name

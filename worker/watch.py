@@ -17,16 +17,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from ..core.errors import OverflowDetected
-from ..core.events import (
-    Anomaly,
-    Definition,
-    RangeWarning,
-    RunPosition,
-    ScalerSkip,
-    ScriptError,
-    WorkerEvent,
-    WorkerExit,
-)
+from ..core.events.agent_events import WorkerExit
+from ..core.events.alarms import Anomaly, RangeWarning, ScalerSkip
+from ..core.events.definitions import Definition
+from ..core.events.log_entries import WorkerEvent
+from ..core.events.run_position import RunPosition
+from ..core.events.script_events import ScriptError
 from ..core.frames import Frame, Page, format_frames
 from ..core.guest.tell import tell
 from ..core.judge import anomaly_of_page

@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
+from ...core.events.agent_events import RankLook
+from ...core.events.node_events import GpuHealth, GpuXid
+from ...core.events.preflight_events import PreflightResult
+from ...core.events.run_position import RunPosition
 from ...core.frames import Page
 from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from pathlib import PurePath
 
-from ...core.events import SeenLine, SlowRankLooks
+from ...core.events.agent_events import SeenLine, SlowRankLooks
 from ..report.model import SlowLine
 
 _LEAST_LOOKS = 8

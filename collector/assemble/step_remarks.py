@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy
 
 from ...core.errors import Code
-from ...core.events import UnmovedWeights, ZeroedGradients
+from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
 from ...core.frames import module_text
 from ...core.values import DTYPE_MAX
 from ..facts.diagnosis import number_text

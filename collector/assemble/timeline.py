@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from ...core.events import LimitForecast
+from ...core.events.agent_events import LimitForecast
 from ...core.frames import format_number, module_text
 from ...core.signal_errors import from_outside
 from ...core.verdicts import VerdictKind

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...core.events import BadOperation, GraphNode, LookedAgain
+from ...core.events.alarm_evidence import BadOperation
+from ...core.events.looked_again import GraphNode, LookedAgain
 from ...core.frames import Frame, FramePhase
 from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS

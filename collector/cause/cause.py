@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ...core.events import EVERYTHING, NOTHING, CauseTrial
+from ...core.events.alarm_evidence import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.events import NOTHING, SAMPLES, BadOperation
+from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation
 from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
 from ...core.values import NonFinite, name_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.events import SAMPLES, BadOperation
+from ...core.events.alarm_evidence import SAMPLES, BadOperation
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text

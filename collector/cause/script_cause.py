@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from ...core.events import ScriptTensor
+from ...core.events.read_tensors import ScriptTensor
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text

@@ -11,7 +11,7 @@ from itertools import count, islice
 from operator import itemgetter
 
 from ...core.errors import Code, coded
-from ...core.events import OwnFault
+from ...core.events.own_limits import OwnFault
 from ...core.frames import module_text
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as numbers_text

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.events import PassedTensor
+from ...core.events.across_ranks import PassedTensor
 from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty

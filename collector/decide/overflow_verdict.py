@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import CaptureFile, RankEvent, SecondRun
+from ...core.events.alarm_evidence import CaptureFile, SecondRun
+from ...core.events.run_position import RankEvent
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.bad_values import NAMED_BY_SCRIPT
-from ...core.events import BadOperation, SecondRun, operation_text
+from ...core.events.alarm_evidence import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...core.events import RunPosition, WorkerExit
+from ...core.events.agent_events import WorkerExit
+from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users

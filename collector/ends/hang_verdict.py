@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from ...core.events import RankLook
+from ...core.events.agent_events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from ...core.events import HeardSignal
+from ...core.events.rank_standing import HeardSignal
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, whose

@@ -12,8 +12,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from ...core import events
-from ...core.events import split_label
+from ...core.events.agent_events import SlowRankLooks, StepTimes
+from ...core.events.alarms import Anomaly
+from ...core.events.definitions import RootDef, split_label
+from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ...core.events.preflight_events import PreflightResult, RankInventoryEvent
+from ...core.events.run_position import RunPosition
+from ...core.events.script_events import LeftGroup
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
 from ...core.secrets import masked_command
@@ -72,8 +77,8 @@ def _text(text: str, field: str, owner: str) -> str:
     if field in _SEVERAL_LINES and owner == "ScriptError":
         return text if text.isprintable() else shown_lines(text)
     cls, ordinal = split_label(text)
-    if field == "root" and events.RootDef(0, cls, ordinal).label == text:
-        return events.RootDef(0, shown_name(cls), ordinal).label
+    if field == "root" and RootDef(0, cls, ordinal).label == text:
+        return RootDef(0, shown_name(cls), ordinal).label
     return shown_name(text) if field == "root" or field in _NAMES else shown(text)
 
 
@@ -110,7 +115,7 @@ class FactFold:
         self._heard = HeardNumbers()
         self._cache = PageCache()
         self._names: dict[tuple[int, int], RankNames] = {}
-        self._diagnosed: dict[tuple[int, int], tuple[events.Anomaly, list[tuple[int, int]]]] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
         self.is_behind = False
         """Whether some ranks have yet to be diagnosed from their pages."""
@@ -149,10 +154,10 @@ class FactFold:
         elif isinstance(body, messages.NodeBeat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, messages.EventMessage):
-            if isinstance(body.event, events.Anomaly):
+            if isinstance(body.event, Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
                 self._met_in.add(body.event.where.step)
-            elif isinstance(body.event, events.PreflightResult):
+            elif isinstance(body.event, PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
 
@@ -223,8 +228,8 @@ class FactFold:
             for peer in teller.peers:
                 rank = ranks.get((teller.where.attempt, peer.rank))
                 if rank is not None and rank.preflight is None:
-                    where = events.RunPosition(peer.rank, teller.where.attempt)
-                    rank.preflight = events.PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
+                    where = RunPosition(peer.rank, teller.where.attempt)
+                    rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
                     self._told.add((rank.attempt, rank.rank))
 
     def _infer_anomalies(self) -> None:
@@ -340,7 +345,7 @@ def _sort(rank: RankFacts) -> None:
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
 
 
-def _place(where: events.RunPosition) -> tuple[int, int, int]:
+def _place(where: RunPosition) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
 
 
@@ -362,13 +367,13 @@ _ONES = {get_args(hint)[0]: name for name, hint in _HINTS.items() if type(None) 
 
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: messages.EventMessage) -> None:
     event = message.event
-    if isinstance(event, events.NodeSignal):
+    if isinstance(event, NodeSignal):
         node.signal = event
         return
-    if isinstance(event, events.AttemptNodes):
+    if isinstance(event, AttemptNodes):
         facts.attempts[event.attempt] = event
         return
-    if isinstance(event, events.GpuXid | events.GpuCounters | events.GpuHealth):
+    if isinstance(event, GpuXid | GpuCounters | GpuHealth):
         if event not in node.gpu_events:
             node.gpu_events.append(event)
         return
@@ -387,13 +392,13 @@ def _replaces(event: Any, known: Any) -> bool:
     """Whether an event replaces the known one. Most are sent once."""
     if known is None:
         return True
-    if isinstance(event, events.RankInventoryEvent):
+    if isinstance(event, RankInventoryEvent):
         return event.facts is not None  # an inventory without facts is sent again with them
-    if isinstance(event, events.LeftGroup):
+    if isinstance(event, LeftGroup):
         return bool(event.where.step >= known.where.step)
-    if isinstance(event, events.SlowRankLooks):
+    if isinstance(event, SlowRankLooks):
         return bool(event.looks > known.looks)
-    if isinstance(event, events.StepTimes):
+    if isinstance(event, StepTimes):
         # if two agents saw parts of a rank, the larger part counts, whichever was received first
         return (event.timed, event.steps) > (known.timed, known.steps)
     return True

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy
 
-from ...core.events import Definition
+from ...core.events.definitions import Definition
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
+from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.events.alarms import IgnoredAlarm, RangeWarning
+from ...core.events.run_position import RunPosition
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ..report.model import CascadedRank

@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from ...core.errors import Code, coded
-from ...core.events import BadOperation, CaptureFile, CauseTrial, GpuHealth, GpuXid, OddSamples
+from ...core.events.alarm_evidence import BadOperation, CaptureFile, CauseTrial, OddSamples
+from ...core.events.node_events import GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.identity import is_rank, pid_of_number, rank_name

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import Code, coded
-from ...core.events import SELF_CHECK
+from ...core.events.own_limits import SELF_CHECK
 from ...core.frames import format_number, module_text
 from ...core.identity import rank_name
 from ...core.preflight import PreflightFinding

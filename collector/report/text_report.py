@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.events import CaptureFile
+from ...core.events.alarm_evidence import CaptureFile
 from ...core.frames import Frame, FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.text import ranks_text, size_text

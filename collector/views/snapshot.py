@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ...core.events import GpuHealth, GpuXid, RankLook
+from ...core.events.agent_events import RankLook
+from ...core.events.node_events import GpuHealth, GpuXid
 from ...core.identity import rank_name
 from ...core.recorder.stalls import ANSWER_S
 from ...core.text import ranks_text

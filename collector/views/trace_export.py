@@ -13,7 +13,9 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
+from ...core.events.node_events import GpuXid
+from ...core.events.rank_standing import GroupState, IssuedOperation
+from ...core.events.run_position import RunPosition
 from ...core.frames import module_text
 from ...core.recorder.layout import PARTS
 from ...core.signal_errors import from_outside

@@ -17,7 +17,10 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from ..errors import Code, GpuwatchError
-from ..events import Definition, Event, RankEvent, RankLook
+from ..events.agent_events import RankLook
+from ..events.definitions import Definition
+from ..events.log_entries import Event
+from ..events.run_position import RankEvent
 from ..text import carried, given_back
 from ..verdicts import VerdictKind
 

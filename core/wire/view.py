@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import Code, GpuwatchError
-from ..events import RankLook
+from ..events.agent_events import RankLook
 from .messages import HotModule
 
 SCHEMA = 1

@@ -29,18 +29,11 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import Code, ExitCode, GpuwatchError
-from ...core.events import (
-    Anomaly,
-    AttemptNodes,
-    Event,
-    GpuCounters,
-    GpuHealth,
-    GpuXid,
-    NodeSignal,
-    PreflightResult,
-    RankLook,
-    WorkerExit,
-)
+from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.events.alarms import Anomaly
+from ...core.events.log_entries import Event
+from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ...core.events.preflight_events import PreflightResult
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.guest.tell import flush_streams
 from ...core.host import LineReader, OwnClock

@@ -16,7 +16,9 @@ from typing import TypeVar
 import numpy
 from msgspec.structs import replace
 
-from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef, StepTimes
+from ...core.events.agent_events import LimitForecast, StepTimes
+from ...core.events.definitions import Definition, ModuleDef, SlotDef
+from ...core.events.run_position import RunPosition
 from ...core.frames import LOSS_MODULE
 from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables

@@ -25,7 +25,7 @@ from gpuwatch.collector.run_files import (
     read_outcome,
     seen_before,
 )
-from gpuwatch.core.events import ScriptError
+from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.text import command_for
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode

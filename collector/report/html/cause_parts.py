@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....core.events import CauseTrial, OddSamples
+from ....core.events.alarm_evidence import CauseTrial, OddSamples
 from ....core.frames import format_number
 from ....core.text import numbers_text
 from ..model import OverflowCause

@@ -8,7 +8,8 @@ from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.run_files import exit_code
-from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid, NodeSignal, RankInventoryEvent
+from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid, NodeSignal
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 

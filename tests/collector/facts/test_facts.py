@@ -4,7 +4,9 @@ import pytest
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.facts.forward_origin import diagnose
 from gpuwatch.collector.facts.kept_pages import KeptPage
-from gpuwatch.core.events import NodeSignal, OwnFault, PreflightResult, PreflightStage, RankOutcome
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.preflight_events import PreflightResult, PreflightStage, RankOutcome
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, PageSegment
 
 

@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import LimitForecast, ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.agent_events import LimitForecast
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter

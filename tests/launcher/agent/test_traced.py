@@ -7,7 +7,10 @@ from itertools import pairwise
 import pytest
 from gpuwatch.collector.finish import build
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
