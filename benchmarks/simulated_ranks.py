@@ -23,17 +23,15 @@ from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder import page_tables as tables
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
+from gpuwatch.core.wire.beat import HotModule, NodeBeat, RankState
 from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import (
     AgentBody,
     EventMessage,
-    HotModule,
     NameDefinitions,
-    NodeBeat,
     PageMessage,
     PageSegment,
     RankHistoryMessage,
-    RankState,
     WantedBatch,
 )
 

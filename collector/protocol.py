@@ -20,7 +20,8 @@ from ..core.events.definitions import split_label
 from ..core.events.preflight_events import PreflightResult
 from ..core.settings import OnHang
 from ..core.wire import messages as wire
-from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
+from ..core.wire.beat import NodeBeat
+from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, life_of, node_of
 from .asking import AskedAll, RankOwnership
 from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction

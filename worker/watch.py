@@ -34,16 +34,8 @@ from ..core.recorder.step_effects import StepEffects
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
 from ..core.signal_errors import from_outside
-from ..core.wire.messages import (
-    AgentBody,
-    AgentHello,
-    EventMessage,
-    NameDefinitions,
-    NodeBeat,
-    NodeBye,
-    PageMessage,
-    RankState,
-)
+from ..core.wire.beat import NodeBeat, RankState
+from ..core.wire.messages import AgentBody, AgentHello, EventMessage, NameDefinitions, NodeBye, PageMessage
 from .rank_process import note_in, wait_for_call
 from .record.collectives import ranks
 from .session import current_hooks, is_device_error, wait_for_device
@@ -52,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..collector.facts.facts import RunFacts
-    from ..collector.report.model import Verdict
+    from ..collector.report.verdict import Verdict
     from .module_hooks import ModuleHooks
 
 

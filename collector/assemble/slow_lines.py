@@ -14,7 +14,7 @@ import math
 from pathlib import PurePath
 
 from ...core.events.agent_events import SeenLine, SlowRankLooks
-from ..report.model import SlowLine
+from ..report.run_figures import SlowLine
 
 _LEAST_LOOKS = 8
 _MOST_TOLD = 2

@@ -17,7 +17,7 @@ from ...core.frames import module_text
 from ...core.values import DTYPE_MAX
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts
-from ..report.model import RunInsight
+from ..report.run_figures import RunInsight
 from ..report.sentence_parts import counted, where_text
 
 _BY_NORM = (

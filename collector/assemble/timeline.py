@@ -17,8 +17,10 @@ from ...core.verdicts import VerdictKind
 from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import ModuleForecast, TimelineEntry, Verdict
+from ..report.model import TimelineEntry
+from ..report.run_figures import ModuleForecast
 from ..report.sentence_parts import grouped
+from ..report.verdict import Verdict
 
 
 def utc(seconds: float | None, to: str = "seconds") -> str | None:

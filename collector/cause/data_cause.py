@@ -9,7 +9,7 @@ from ...core.values import NonFinite, name_of
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.replicas import page_of, peers
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues, odd_text, samples_text, source_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice, trial_in

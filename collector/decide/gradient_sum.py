@@ -27,10 +27,10 @@ from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, peers
 from ..facts.words import cascade_of, whose
-from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .clean_verdict import doubts_about
+from ..report.verdict import Verdict
 from .diagnosis_order import DiagnosisOrder
+from .doubts import doubts_about
 from .overflow_advice import next_steps
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, overflow_at

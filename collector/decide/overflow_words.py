@@ -18,8 +18,8 @@ from ..facts.diagnosis import LocalDiagnosis, quoted
 from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight
 from ..facts.words import between_text
-from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
+from ..report.verdict import Verdict
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")

@@ -14,7 +14,7 @@ from ...core.events.run_position import RunPosition
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number, module_text
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
-from ..report.model import SeenIn
+from ..report.verdict import SeenIn
 from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
 
 Source = Literal[

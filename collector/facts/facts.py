@@ -38,7 +38,8 @@ from ...core.events.preflight_events import (
 )
 from ...core.events.script_events import LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from ...core.identity import is_rank
-from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage, node_of
+from ...core.wire.beat import RankState
+from ...core.wire.messages import AgentHello, NodeBye, TelemetryMessage, node_of
 from .diagnosis import LocalDiagnosis
 from .kept_pages import KeptHistory, KeptPage
 

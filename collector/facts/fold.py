@@ -25,7 +25,8 @@ from ...core.secrets import masked_command
 from ...core.signal_errors import from_outside
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire import messages
-from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, RankState, node_of
+from ...core.wire.beat import NodeBeat, RankState
+from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, node_of
 from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
 from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
@@ -151,7 +152,7 @@ class FactFold:
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
                 node.telemetry[body.began_ns] = body
-        elif isinstance(body, messages.NodeBeat):
+        elif isinstance(body, NodeBeat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, messages.EventMessage):
             if isinstance(body.event, Anomaly):
@@ -322,27 +323,36 @@ def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
 
 
 def _sort(rank: RankFacts) -> None:
+    for name in _LISTS.values():
+        getattr(rank, name).sort(key=_ORDERS.get(name, _in_time))
+
+
+def _in_time(event: Any) -> tuple[tuple[int, int, int], int]:
+    return _place(event.where), event.where.time_ns
+
+
+_ORDERS: dict[str, Callable[[Any], Any]] = {
     # a device's numbers arrive late: the collectives issued by then show which of two alarms was first
-    rank.anomalies.sort(key=lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame))
-    rank.errors.sort(key=lambda error: error.where.time_ns)
-    rank.begun.sort(key=lambda began: began.where.time_ns)
-    rank.stages.sort(key=lambda stage: stage.where.time_ns)
-    rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
-    rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
-    rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
-    rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
-    rank.batch_sources.sort(key=lambda source: _place(source.where))
-    rank.hashes.sort(key=lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table))
-    rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
-    rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
-    rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
-    rank.unread_states.sort(key=lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns))
-    rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
-    rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
-    rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
-    rank.zeroed_gradients.sort(key=lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches))
-    rank.unmoved_weights.sort(key=lambda unmoved: (_place(unmoved.where), unmoved.where.root, unmoved.steps))
-    rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
+    "anomalies": lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame),
+    "errors": lambda error: error.where.time_ns,
+    "begun": lambda began: began.where.time_ns,
+    "stages": lambda stage: stage.where.time_ns,
+    "warned": lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind),
+    "scaler_skips": lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row),
+    "ignored": lambda ignored: (_place(ignored.where), ignored.module, ignored.role),
+    "hashes": lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table),
+    "not_looked_into": lambda hidden: (hidden.module, hidden.cls),
+    "compiled_unseen": lambda unseen: (not unseen.calls, unseen.text),
+    "loose_parameters": lambda loose: (loose.optimizer, -loose.parameters, -loose.unread),
+    "unread_states": lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns),
+    "absorbed": lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role),
+    "passed": lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number),
+    "forecasts": lambda forecast: (_place(forecast.where), forecast.module),
+    "zeroed_gradients": lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches),
+    "unmoved_weights": lambda unmoved: (_place(unmoved.where), unmoved.where.root, unmoved.steps),
+    "looks": lambda look: (look.number, look.where.time_ns),
+}
+"""List of a rank -> the key of its order, where that is not the order of its events' places and times."""
 
 
 def _place(where: RunPosition) -> tuple[int, int, int]:
@@ -404,7 +414,7 @@ def _replaces(event: Any, known: Any) -> bool:
     return True
 
 
-def _take_beat(facts: RunFacts, node: NodeFacts, beat: messages.NodeBeat) -> None:
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
     if beat.sent_ns:
         node.hot, node.gpus, node.figures = beat.hot, beat.gpus, beat.figures
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:

@@ -24,7 +24,7 @@ from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
-from ..report.model import HeatModule
+from ..report.run_figures import HeatModule
 
 # The definitions of all ranks, each kept once: ranks of one role define the same modules in the same order.
 #

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...core.events.alarm_evidence import BadOperation
 from ...core.marked_line import DOTS, MarkedLine, cut_line
-from .model import Verdict
+from .verdict import Verdict
 
 _AROUND = len("  - ``,")
 """What an item of a list has beside the line."""

@@ -17,7 +17,7 @@ from ...core.identity import rank_name
 from ...core.recorder.stalls import ANSWER_S
 from ...core.text import ranks_text
 from ...core.values import DTYPE_MAX
-from ...core.wire.messages import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list
+from ...core.wire.beat import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, StacksView, ViewEvent, ViewStraggler
 from ..assemble.build import look_stack
 from ..assemble.timeline import forecasts_of, is_sound, passing_text

@@ -24,7 +24,7 @@ from ..assemble.build import look_stack
 from ..assemble.timeline import EventTime, event_of, offset_ns, series_of_all
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import Verdict
+from ..report.verdict import Verdict
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""

@@ -20,7 +20,8 @@ from ..events.log_entries import LogEntry, WorkerEvent
 from ..events.rank_standing import GroupState, HeardSignal
 from ..guest.own_files import OwnDescriptor
 from ..signal_errors import from_outside
-from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
+from ..wire.beat import HooksText, RankState
+from ..wire.messages import PageMessage, PageSegment
 from . import layout
 from .group_table import progress_of, read_groups, widened
 from .heard_signals import HEARD_AT, HEARD_BYTES, read_heard

@@ -13,7 +13,7 @@ import msgspec
 
 from ..errors import Code, GpuwatchError
 from ..events.agent_events import RankLook
-from .messages import HotModule
+from .beat import HotModule
 
 SCHEMA = 1
 FILE = "view.json"

@@ -24,8 +24,9 @@ from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
+from ...core.wire.beat import HotModule
 from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, number_of, pack, pack_starts, pack_steps
-from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
+from ...core.wire.messages import PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 from .step_pages import StepPages
 

@@ -23,6 +23,7 @@ from gpuwatch.core.preflight import PreflightFinding
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, NonFinite, ValueEncoding
+from gpuwatch.core.wire.beat import NodeBeat, RankState
 from gpuwatch.core.wire.columns import pack_samples
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
@@ -30,11 +31,9 @@ from gpuwatch.core.wire.messages import (
     AgentHello,
     EventMessage,
     NameDefinitions,
-    NodeBeat,
     NodeBye,
     PageMessage,
     PageSegment,
-    RankState,
     SeriesName,
     TelemetryMessage,
 )

@@ -30,6 +30,7 @@ from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.events.rank_standing import StackLine
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.stalls import ANSWER_S
+from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     AgentRefused,
@@ -37,7 +38,6 @@ from gpuwatch.core.wire.messages import (
     LookAtRanks,
     MessageAck,
     NameDefinitions,
-    NodeBeat,
     NodeBye,
     RunWelcome,
     StopRanks,

@@ -15,7 +15,7 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.finish import make_report, open_store, report_from_store
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.run_files import (
     RunOutcome,
     RunPaths,

@@ -11,7 +11,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.facts import RunFacts
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.log_entries import WorkerEvent
 from gpuwatch.core.events.own_limits import OwnFault

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ....core.events.alarm_evidence import CauseTrial, OddSamples
 from ....core.frames import format_number
 from ....core.text import numbers_text
-from ..model import OverflowCause
 from ..sentence_parts import counted
+from ..verdict import OverflowCause
 
 _MOST_CELLS = 128
 _OF = {"operation": "the operation alone", "forward": "the forward"}

@@ -12,7 +12,8 @@ from gpuwatch.core.events.node_events import GpuCounters, GpuXid, NodeSignal
 from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.gpu.counters import XIDS
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
+from gpuwatch.core.wire.batch_job import SchedulerJob
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
 from gpuwatch.launcher.scheduler_job import SchedulerFacts
 from gpuwatch.launcher.slurm_variables import SLURM
 

@@ -8,7 +8,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.ends.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.events.agent_events import WorkerExit
 from gpuwatch.core.events.rank_standing import GroupState
 from gpuwatch.core.events.run_position import RunPosition

@@ -60,16 +60,9 @@ from gpuwatch.core.events.script_events import LeftGroup, MeshCoordinates, Scrip
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import messages
-from gpuwatch.core.wire.messages import (
-    AgentHello,
-    AgentMessage,
-    EventMessage,
-    NameDefinitions,
-    NodeBeat,
-    NodeBye,
-    SchedulerJob,
-    WireError,
-)
+from gpuwatch.core.wire.batch_job import SchedulerJob
+from gpuwatch.core.wire.beat import NodeBeat, RankState
+from gpuwatch.core.wire.messages import AgentHello, AgentMessage, EventMessage, NameDefinitions, NodeBye, WireError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -206,7 +199,7 @@ BODIES = [
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.PageSegment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
     messages.RankHistoryMessage(3, 1, 0, [7, 9], [6, 7], [4], b"\2", b"packed"),
     NodeBeat(
-        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 2, 3, 0.5, 4, 5, 6, 7)],
+        [RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 2, 3, 0.5, 4, 5, 6, 7)],
         {3: 2},
         5,
         -7,

@@ -11,7 +11,8 @@ from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import OpenPage, RecorderWriter
 from gpuwatch.core.values import PENDING, ValueEncoding
-from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, NodeBeat, PageMessage, WantedBatch
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, WantedBatch
 from gpuwatch.launcher.agent.rank_pages import LAST_PAGES, PAGE_SENDS, PAGE_WAIT_S
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 

@@ -15,7 +15,8 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
-from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBeat, NodeBye, PageMessage, WantedBatch, encode
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBye, PageMessage, WantedBatch, encode
 from gpuwatch.launcher.agent.rank_pages import TracedBatches
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 

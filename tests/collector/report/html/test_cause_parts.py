@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.report.html.cause_parts import sample_strip, trial_rows
-from gpuwatch.collector.report.model import OverflowCause
+from gpuwatch.collector.report.verdict import OverflowCause
 from gpuwatch.core.events.alarm_evidence import CauseTrial, OddSamples
 
 
