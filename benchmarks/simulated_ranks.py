@@ -14,32 +14,24 @@ from typing import Any
 
 import msgspec
 import numpy
-from gpuwatch.core.events import (
-    Anomaly,
-    Definition,
-    ModuleDef,
-    RootDef,
-    RunPosition,
-    ScriptExit,
-    ShapeDef,
-    SlotDef,
-    WorkerExit,
-)
+from gpuwatch.core.events.agent_events import WorkerExit
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder import page_tables as tables
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
+from gpuwatch.core.wire.beat import HotModule, NodeBeat, RankState
 from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import (
     AgentBody,
     EventMessage,
-    HotModule,
     NameDefinitions,
-    NodeBeat,
     PageMessage,
     PageSegment,
     RankHistoryMessage,
-    RankState,
     WantedBatch,
 )
 

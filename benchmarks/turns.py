@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gpuwatch.core.events import OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.pages import NameTable, decode_page

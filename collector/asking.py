@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.events import RankLook, RankStall, WorkerExit
+from ..core.events.agent_events import RankLook, RankStall, WorkerExit
 from ..core.recorder.stalls import ANSWER_S
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import GpuwatchError
-from ..core.events import AttemptNodes
+from ..core.events.node_events import AttemptNodes
 from ..core.wire.messages import AgentMessage, EventMessage
 from ..core.wire.spool import SUFFIX, agent_of, read_spool
 from .facts.facts import RunFacts

@@ -13,20 +13,15 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ..core.errors import Code
-from ..core.events import (
-    SECOND_RUN_S,
-    Anomaly,
-    ForwardCaptured,
-    PreflightResult,
-    RankLook,
-    RankStall,
-    SecondRun,
-    WorkerExit,
-    split_label,
-)
+from ..core.events.agent_events import RankLook, RankStall, WorkerExit
+from ..core.events.alarm_evidence import SECOND_RUN_S, ForwardCaptured, SecondRun
+from ..core.events.alarms import Anomaly
+from ..core.events.definitions import split_label
+from ..core.events.preflight_events import PreflightResult
 from ..core.settings import OnHang
 from ..core.wire import messages as wire
-from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
+from ..core.wire.beat import NodeBeat
+from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, life_of, node_of
 from .asking import AskedAll, RankOwnership
 from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction

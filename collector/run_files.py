@@ -24,7 +24,8 @@ from ..core.guest.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import command_for
 from ..core.verdicts import VerdictKind
-from .report.model import EarlierLife, RunReport, Verdict
+from .report.model import EarlierLife, RunReport
+from .report.verdict import Verdict
 
 LATEST = "latest"
 MOST_REPORT_BYTES = 1 << 30

@@ -22,6 +22,7 @@ from ..core.guest.threads import OneThread
 from ..core.host import OwnClock, raise_file_limit
 from ..core.verdicts import VerdictKind
 from ..core.wire import messages as wire
+from ..core.wire.beat import NodeBeat
 from ..core.wire.keys import KeyPair
 from ..core.wire.messages import VERDICT_PATIENCE_S, AgentBody, AgentMessage, MessageAck, PageMessage, node_of
 from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
@@ -32,7 +33,8 @@ from .decide.overflow_at_rest import RestingOverflow
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
-from .report.model import RunReport, Verdict
+from .report.model import RunReport
+from .report.verdict import Verdict
 from .run_files import RunPaths
 from .so_far import LiveFindings
 from .stage_lines import StageLines
@@ -271,7 +273,7 @@ class CollectorServer:
     def _fold(self, agent: str, n: int, body: AgentBody) -> None:
         self._folded.add(agent, n, body)
         self._live.on_message(body)
-        if isinstance(body, wire.NodeBeat) and body.looks:
+        if isinstance(body, NodeBeat) and body.looks:
             self._stacks.on_message(body)
 
     def _write(self) -> None:

@@ -12,17 +12,19 @@ from contextlib import contextmanager
 import numpy
 
 from ..core.errors import Code, coded
-from ..core.events import Anomaly, LimitForecast
+from ..core.events.agent_events import LimitForecast
+from ..core.events.alarms import Anomaly
 from ..core.recorder.layout import PARTS
-from ..core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState, WatchSlowRank
+from ..core.wire.beat import NodeBeat, RankState
+from ..core.wire.messages import AgentBody, EventMessage, PageMessage, WatchSlowRank
 from ..core.wire.view import ViewStraggler
 from .assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now
 from .assemble.timeline import is_sound, limit_text, passing_text, utc
 from .decide.overflow_at_rest import RestingOverflow, overflow_at_rest
 from .decide.overflow_verdict import overflow_verdict
 from .facts.fold import FactFold, shown_body
-from .report.model import Verdict
 from .report.sentence_parts import one_on
+from .report.verdict import Verdict
 
 # The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
 #

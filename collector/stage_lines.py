@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.events import PreflightBegan, PreflightResult, PreflightStage
+from ..core.events.preflight_events import PreflightBegan, PreflightResult, PreflightStage
 from ..core.wire.messages import AgentBody, AgentHello, EventMessage
 from ..core.wire.pipe import PreflightOver, StageLine
 from .decide.preflight_verdict import finding_line, findings_of, seconds_of, stage_order, worst

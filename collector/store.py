@@ -12,133 +12,41 @@ from __future__ import annotations
 
 import sqlite3
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from ..core.errors import Code, GpuwatchError, coded
-from ..core.events import Definition
+from ..core.events.definitions import Definition
 from ..core.guest.own_files import expect_regular
 from ..core.guest.threads import OneThread
 from ..core.text import shown_name
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentBody, AgentMessage, NameDefinitions, WireError, decode_agent
+from .store_batch import SET_FACT, Key, StoreBatch
+from .store_tables import (
+    NAMES,
+    SCHEMA,
+    TABLES,
+    StoredNames,
+    body_of,
+    expect_schema,
+    expect_tables,
+    has_checksums,
+    no_store,
+    read_definitions,
+    read_rows,
+)
 
-# Messages, definitions, beats and facts that the run store writes in one transaction.
-
-_ADD = "INSERT OR IGNORE INTO message (agent, n, received_ns, kind, body, crc) VALUES (?, ?, ?, ?, ?, ?)"
-_BEAT = "INSERT OR REPLACE INTO beat (agent, received_ns, body, crc) VALUES (?, ?, ?, ?)"
-_DEFINE = "INSERT OR IGNORE INTO definition (id, body, crc) VALUES (?, ?, ?)"
-_SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
-
-Row = tuple[str, int, int, str, bytes]
-"""agent, number, received (ns), kind, body"""
-Key = tuple[str, int]
-"""agent, number"""
-
-
-def crc_of(data: bytes, *of: str | int) -> int:
-    """The checksum of a row: of its body and its key."""
-    return zlib.crc32(data, zlib.crc32(" ".join(map(str, of)).encode()))
-
-
-@dataclass
-class StoreBatch:
-    """One transaction."""
-
-    messages: dict[Key, Row] = field(default_factory=dict)
-    definitions: list[tuple[int, bytes]] = field(default_factory=list)
-    beats: dict[str, tuple[str, int, bytes]] = field(default_factory=dict)
-    """agent -> agent, received (ns), body"""
-    facts: dict[str, str] = field(default_factory=dict)
-    has_event: bool = False
-    num_bytes: int = 0
-    """The size of the messages' bodies."""
-
-    def drop_pages(self, most: int) -> int:
-        """Forget pages and histories, oldest first, until at most `most` bytes are left. Returns their number."""
-        dropped = 0
-        for key, (_, _, _, kind, body) in list(self.messages.items()):
-            if self.num_bytes <= most:
-                break
-            if kind in ("page", "history"):
-                del self.messages[key]
-                self.num_bytes -= len(body)
-                dropped += 1
-        return dropped
-
-    def followed_by(self, newer: StoreBatch) -> StoreBatch:
-        """Merge both."""
-        return StoreBatch(
-            {**self.messages, **newer.messages},
-            [*self.definitions, *newer.definitions],
-            {**self.beats, **newer.beats},
-            {**self.facts, **newer.facts},
-            self.has_event or newer.has_event,
-            self.num_bytes + newer.num_bytes,
-        )
-
-    def write(self, db: sqlite3.Connection) -> Exception | None:
-        """Write all, or nothing and return the error. An event is on the disk itself before this returns."""
-        try:
-            db.execute(f"PRAGMA synchronous={'FULL' if self.has_event else 'NORMAL'}")
-            db.execute("BEGIN IMMEDIATE")
-            db.executemany(_SET, list(self.facts.items()))
-            db.executemany(_DEFINE, [(n, data, crc_of(data, "definition", n)) for n, data in self.definitions])
-            db.executemany(_ADD, [(*row, crc_of(row[4], row[0], row[1], row[3])) for row in self.messages.values()])
-            db.executemany(_BEAT, [(*row, crc_of(row[2], row[0], 0, "beat")) for row in self.beats.values()])
-            db.execute("COMMIT")
-        except (sqlite3.Error, OverflowError, MemoryError) as error:
-            with suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
-            return error
-        return None
-
-
-SCHEMA = 3
-"""2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
 MEMORY_BYTES = 256 << 20
 """Memory for messages that cannot be written; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
 """While this many bytes are unwritten and the disk is at work, no more pages are requested."""
 _RETRY_S = 1.0
-_MOST_DAMAGED = 1024
-"""Definitions that may be missing in the middle of a message; beyond this, the rest of the message is dropped, too."""
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS message (
-    agent TEXT NOT NULL,
-    n INTEGER NOT NULL,
-    received_ns INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    body BLOB NOT NULL,
-    crc INTEGER,
-    PRIMARY KEY (agent, n)
-) STRICT;
-CREATE TABLE IF NOT EXISTS definition (id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER) STRICT;
-CREATE TABLE IF NOT EXISTS beat (
-    agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER
-) STRICT;
-"""
-
-_NAMES = "names"
-"""The kind of a message of definitions that is stored by their numbers."""
-
-
-class _StoredNames(msgspec.Struct, frozen=True, array_like=True):
-    """A message of definitions. `runs` are (number of the first entry, how many)."""
-
-    rank: int
-    attempt: int
-    after: int
-    runs: list[tuple[int, int]]
 
 
 T = TypeVar("T")
@@ -183,7 +91,7 @@ class RunStore:
         self._db = self._open_either() if create else self._open(path, False)
         self._reader = _reader(self._db, self.path) if create else self._db
         if create:
-            known = _definitions(self._db)
+            known = read_definitions(self._db)
             self._numbers = {entry: number for number, entry in known.items()}
             self._next_number = max(known, default=-1) + 1
 
@@ -224,22 +132,22 @@ class RunStore:
                 expect_regular(path)
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
-            raise _no_store(path, error) from error
+            raise no_store(path, error) from error
         try:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
-                db.executescript(_TABLES)
+                db.executescript(TABLES)
                 for table in ("message", "definition", "beat"):
-                    if not _has_checksums(db, table):  # a version before schema 3 has begun it
+                    if not has_checksums(db, table):  # a version before schema 3 has begun it
                         db.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
-                db.execute(_SET, ("schema", str(SCHEMA)))
+                db.execute(SET_FACT, ("schema", str(SCHEMA)))
             else:
-                _expect_tables(path, db)
+                expect_tables(path, db)
                 row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
-                _expect_schema(path, row[0] if row else "0")
+                expect_schema(path, row[0] if row else "0")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             db.close()
-            raise _no_store(path, shown_name(str(error))) from error  # SQLite cites the file's own bytes
+            raise no_store(path, shown_name(str(error))) from error  # SQLite cites the file's own bytes
         except BaseException:
             db.close()
             raise
@@ -258,7 +166,7 @@ class RunStore:
             return
         kind = str(message.body.__struct_config__.tag)
         if isinstance(message.body, NameDefinitions):
-            kind, data = _NAMES, self._by_number(message, message.body)
+            kind, data = NAMES, self._by_number(message, message.body)
         self._new.messages[key] = (agent, message.n, time.time_ns(), kind, data)
         self._new.num_bytes += len(data)
         self._new.has_event |= isinstance(message.body, wire.EventMessage)
@@ -276,7 +184,7 @@ class RunStore:
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
                 runs.append((number, 1))
-        return msgspec.msgpack.encode(_StoredNames(body.rank, body.attempt, message.after, runs))
+        return msgspec.msgpack.encode(StoredNames(body.rank, body.attempt, message.after, runs))
 
     def _keep_memory_bounded(self) -> None:
         if self._new.num_bytes > MEMORY_BYTES:
@@ -392,7 +300,7 @@ class RunStore:
         seen: set[Key] = set()
         query = "SELECT agent, n, body, kind, crc FROM message ORDER BY agent, n"
         stores = (*self._older, self._reader)
-        sources = [(_definitions(db), _rows(db, query)) for db in stores]
+        sources = [(read_definitions(db), read_rows(db, query)) for db in stores]
         unwritten = sorted({**self._in_hand.messages, **self._new.messages}.items())
         new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in unwritten)
         sources.append(({number: entry for entry, number in self._numbers.items()}, new))
@@ -400,11 +308,11 @@ class RunStore:
             for agent, n, data, kind in source:
                 if (agent, n) not in seen:
                     seen.add((agent, n))
-                    body, whole = _body(data, kind, definitions)
+                    body, whole = body_of(data, kind, definitions)
                     if body is not None:
                         yield agent, n if whole else 0, body
         query = "SELECT agent, 0, body, 'beat', crc FROM beat"
-        beats = {agent: data for db in stores for agent, _, data, _ in _rows(db, query)}
+        beats = {agent: data for db in stores for agent, _, data, _ in read_rows(db, query)}
         beats.update((agent, data) for agent, _, data in {**self._in_hand.beats, **self._new.beats}.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
@@ -421,7 +329,9 @@ class RunStore:
     def _load(self, agent: str, n: int, kind: str, wanted: type[T]) -> T | None:
         new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
         query = "SELECT agent, n, body, kind, crc FROM message WHERE agent = ? AND n = ? AND kind = ?"
-        stored = (data for db in (self._reader, *self._older) for _, _, data, _ in _rows(db, query, (agent, n, kind)))
+        stored = (
+            data for db in (self._reader, *self._older) for _, _, data, _ in read_rows(db, query, (agent, n, kind))
+        )
         for data in stored if new is None else [new[4]]:
             with suppress(WireError):
                 body = decode_agent(data).body
@@ -447,74 +357,3 @@ def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
         if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
             return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     return db
-
-
-def _no_store(path: Path, why: object) -> GpuwatchError:
-    return GpuwatchError(Code.UNREADABLE, f"expected a run store, found something else in {path}: {why}")
-
-
-def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
-    return any(column[1] == "crc" for column in db.execute(f"PRAGMA table_info({table})"))
-
-
-def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[AgentBody | None, bool]:
-    """(message as it was sent, whether it is whole); the message is None if it cannot be read."""
-    try:
-        if kind != _NAMES:
-            return decode_agent(data).body, True
-        names = msgspec.msgpack.decode(data, type=_StoredNames)
-    except (WireError, msgspec.DecodeError, UnicodeDecodeError):
-        return None, False
-    entries: list[Definition] = []
-    for first, count in names.runs:
-        if len(entries) > len(definitions):  # damaged
-            break
-        numbers = range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
-        entries += [definitions[number] for number in numbers if number in definitions]
-    return NameDefinitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
-
-
-def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
-    """number -> definition, for the readable ones; {} for a store of schema 1."""
-    found: dict[int, Definition] = {}
-    with suppress(sqlite3.Error):
-        crc = "crc" if _has_checksums(db, "definition") else "NULL"
-        for number, body, checksum in db.execute(f"SELECT id, body, {crc} FROM definition"):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError, TypeError):
-                if checksum is None or checksum == crc_of(body, "definition", number):
-                    found[number] = msgspec.msgpack.decode(body, type=Definition)
-    return found
-
-
-def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) -> Iterator[tuple[str, int, bytes, str]]:
-    """The readable rows of a table: none may follow a damaged page of the file.
-
-    The last column of `query` is the checksum. Rows with a wrong checksum are skipped.
-    """
-    try:
-        if not _has_checksums(db, "beat" if "beat" in query else "message"):
-            query = query.replace(", crc", ", NULL")
-        for agent, n, data, kind, crc in db.execute(query, of):
-            sound = isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes)
-            if sound and (crc is None or crc == crc_of(data, agent, n, kind)):
-                yield agent, n, data, str(kind)
-    except (sqlite3.Error, UnicodeDecodeError):
-        return
-
-
-def _expect_tables(path: Path, db: sqlite3.Connection) -> None:
-    """Refuse views, triggers and computed columns: they may be queries without an end."""
-    kinds = db.execute("SELECT type, sql FROM sqlite_master").fetchall()
-    tables = ("run", "message", "definition", "beat")
-    computed = any(column[6] for table in tables for column in db.execute(f"PRAGMA table_xinfo({table})"))
-    if computed or any(kind not in ("table", "index") or "VIRTUAL" in str(sql).upper() for kind, sql in kinds):
-        raise GpuwatchError(
-            Code.UNREADABLE, f"expected a run store, found a database in {path} that has more than tables of rows"
-        )
-
-
-def _expect_schema(path: Path, schema: object) -> None:
-    if not isinstance(schema, str) or not schema.isascii() or not schema.isdigit():
-        raise _no_store(path, f"its schema is {str(schema)[:40]!r}")
-    if int(schema[:9]) > SCHEMA:
-        raise GpuwatchError(Code.VERSIONS_APART, f"{path} was written by a later gpuwatch; read it with that one")

@@ -35,7 +35,9 @@ from typing import NamedTuple
 
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
-from .events import Anomaly, IssuedMoment, LookedAgain, NotedCollective, OptimizerStep, RunPosition
+from .events.alarms import Anomaly, IssuedMoment, NotedCollective
+from .events.looked_again import LookedAgain, OptimizerStep
+from .events.run_position import RunPosition
 from .frames import Frame, FramePhase, Page, Row, RowKind, RowMark
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of

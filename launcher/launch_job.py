@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from ..core.errors import RANK_OVERFLOW, Code, ExitCode, UsageError, coded
-from ..core.events import SECOND_RUN_S
+from ..core.events.alarm_evidence import SECOND_RUN_S
 from ..core.guest.tell import flush_streams, say, tell
 from ..core.guest.threads import OneThread
 from ..core.host import loopback

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.errors import Code, UsageError
-from ..core.wire.messages import SchedulerJob
+from ..core.wire.batch_job import SchedulerJob
 from .option_types import is_number, is_port, parse_nnodes
 
 

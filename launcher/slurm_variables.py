@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 
 from ..core.errors import Code, UsageError
-from ..core.wire.messages import SchedulerJob
+from ..core.wire.batch_job import SchedulerJob
 from .option_types import is_number
 from .scheduler_job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import Code, coded
-from ..core.events import PreflightResult
+from ..core.events.preflight_events import PreflightResult
 from ..core.guest.tell import say
 from ..core.recorder.layout import RankPhase
 from ..core.signal_errors import from_outside

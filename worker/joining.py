@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.errors import Code, coded
-from ..core.events import LeftGroup
+from ..core.events.script_events import LeftGroup
 from ..core.guest.own_imports import own_command
 from ..core.guest.tell import say
 from ..core.recorder.layout import HeadField, RankPhase, file_name

@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 
 from ..core.errors import Code, OverflowDetected, coded
-from ..core.events import Anomaly, OwnFault
+from ..core.events.alarms import Anomaly
+from ..core.events.own_limits import OwnFault
 from ..core.frames import RowMark, module_text
 from ..core.guest.tell import say
 from ..core.recorder.layout import WAITING, HeadField

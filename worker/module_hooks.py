@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.events import RunPosition
+from ..core.events.run_position import RunPosition
 from ..core.frames import FramePhase
 from ..core.judge import WarningLimits
 from ..core.recorder.layout import NOTHING, HeadField, seal

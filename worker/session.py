@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import OverflowDetected
-from ..core.events import (
-    OwnFault,
-    RankInventoryEvent,
-    ReplacedFunctions,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    ScriptTensor,
-)
+from ..core.events.own_limits import OwnFault, ReplacedFunctions
+from ..core.events.preflight_events import RankInventoryEvent
+from ..core.events.read_tensors import ScriptTensor
+from ..core.events.run_position import RunPosition
+from ..core.events.script_events import ScriptError, ScriptExit
 from ..core.guest.own_imports import own_imports
 from ..core.identity import is_from_peer_failure
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal

@@ -17,16 +17,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from ..core.errors import OverflowDetected
-from ..core.events import (
-    Anomaly,
-    Definition,
-    RangeWarning,
-    RunPosition,
-    ScalerSkip,
-    ScriptError,
-    WorkerEvent,
-    WorkerExit,
-)
+from ..core.events.agent_events import WorkerExit
+from ..core.events.alarms import Anomaly, RangeWarning, ScalerSkip
+from ..core.events.definitions import Definition
+from ..core.events.log_entries import WorkerEvent
+from ..core.events.run_position import RunPosition
+from ..core.events.script_events import ScriptError
 from ..core.frames import Frame, Page, format_frames
 from ..core.guest.tell import tell
 from ..core.judge import anomaly_of_page
@@ -38,16 +34,8 @@ from ..core.recorder.step_effects import StepEffects
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
 from ..core.signal_errors import from_outside
-from ..core.wire.messages import (
-    AgentBody,
-    AgentHello,
-    EventMessage,
-    NameDefinitions,
-    NodeBeat,
-    NodeBye,
-    PageMessage,
-    RankState,
-)
+from ..core.wire.beat import NodeBeat, RankState
+from ..core.wire.messages import AgentBody, AgentHello, EventMessage, NameDefinitions, NodeBye, PageMessage
 from .rank_process import note_in, wait_for_call
 from .record.collectives import ranks
 from .session import current_hooks, is_device_error, wait_for_device
@@ -56,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..collector.facts.facts import RunFacts
-    from ..collector.report.model import Verdict
+    from ..collector.report.verdict import Verdict
     from .module_hooks import ModuleHooks
 
 

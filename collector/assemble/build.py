@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
+from ...core.events.agent_events import RankLook
+from ...core.events.node_events import GpuHealth, GpuXid
+from ...core.events.preflight_events import PreflightResult
+from ...core.events.run_position import RunPosition
 from ...core.frames import Page
 from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
@@ -20,6 +23,7 @@ from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import fields_of, scaler_of, waived_of, worst_first
 from ..report import model
 from ..report.model import RunInfo
+from ..report.run_figures import StepReport, TelemetryReport
 from ..report.sentence_parts import thread_text
 from . import shown_frames
 from .insights import find_insights
@@ -105,13 +109,13 @@ def build_report(
         by_module=shown_frames.over_ranks(opened, verdict),
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened),
-        steps=_or_why(lambda: step_report(facts, attempt, verdict.rank), model.StepReport([]), "where the time goes"),
-        telemetry=_or_why(lambda: telemetry_report(facts, verdict), model.TelemetryReport(), "the nodes' figures"),
+        steps=_or_why(lambda: step_report(facts, attempt, verdict.rank), StepReport([]), "where the time goes"),
+        telemetry=_or_why(lambda: telemetry_report(facts, verdict), TelemetryReport(), "the nodes' figures"),
         processes=processes,
     )
 
 
-R = TypeVar("R", model.StepReport, model.TelemetryReport)
+R = TypeVar("R", StepReport, TelemetryReport)
 
 
 def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:

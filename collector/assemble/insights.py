@@ -17,7 +17,7 @@ from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
 from ..facts.replicas import peers_of
-from ..report.model import RunInsight
+from ..report.run_figures import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
 from .step_remarks import gradients_zeroed, weights_unmoved
 from .timeline import forecasts_of, limit_text, passing_text

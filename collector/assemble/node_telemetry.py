@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from ...core.wire.columns import HOST, METRICS
 from ..facts.facts import RunFacts
-from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
+from ..report.run_figures import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure
 from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
+from ..report.verdict import Verdict
 from .timeline import FigureSamples, NodeSeries, event_of, series_of_all, utc
 
 MOST_NODES = 4

@@ -14,7 +14,8 @@ from ...core.wire.columns import NO_NUMBER
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
 from ..facts.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
-from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
+from ..report.run_figures import HeatModule, ModuleHistory, ModulesByRanks, RankSeries
+from ..report.verdict import Verdict
 
 # Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank.
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from pathlib import PurePath
 
-from ...core.events import SeenLine, SlowRankLooks
-from ..report.model import SlowLine
+from ...core.events.agent_events import SeenLine, SlowRankLooks
+from ..report.run_figures import SlowLine
 
 _LEAST_LOOKS = 8
 _MOST_TOLD = 2

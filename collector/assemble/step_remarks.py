@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy
 
 from ...core.errors import Code
-from ...core.events import UnmovedWeights, ZeroedGradients
+from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
 from ...core.frames import module_text
 from ...core.values import DTYPE_MAX
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts
-from ..report.model import RunInsight
+from ..report.run_figures import RunInsight
 from ..report.sentence_parts import counted, where_text
 
 _BY_NORM = (

@@ -23,7 +23,7 @@ from ...core.signal_errors import suppress_own
 from ...core.wire.columns import HOST, unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import RankStepTotals, StepReport, StragglerReport
+from ..report.run_figures import RankStepTotals, StepReport, StragglerReport
 from ..report.sentence_parts import share_text, size_text
 from .slow_lines import lines_of, where_it_was
 from .timeline import FigureSamples, NodeSeries, series_of_all

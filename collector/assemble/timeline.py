@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy
 
-from ...core.events import LimitForecast
+from ...core.events.agent_events import LimitForecast
 from ...core.frames import format_number, module_text
 from ...core.signal_errors import from_outside
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import ModuleForecast, TimelineEntry, Verdict
+from ..report.model import TimelineEntry
+from ..report.run_figures import ModuleForecast
 from ..report.sentence_parts import grouped
+from ..report.verdict import Verdict
 
 
 def utc(seconds: float | None, to: str = "seconds") -> str | None:

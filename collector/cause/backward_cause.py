@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...core.events import BadOperation, GraphNode, LookedAgain
+from ...core.events.alarm_evidence import BadOperation
+from ...core.events.looked_again import GraphNode, LookedAgain
 from ...core.frames import Frame, FramePhase
 from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
@@ -20,7 +21,7 @@ from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..facts.loss_origin import what_script_got
 from ..facts.replicas import page_of
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_cause import named
 from .operation_rules import OPERATION_RULES, trial_in

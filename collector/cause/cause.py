@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ...core.events import EVERYTHING, NOTHING, CauseTrial
+from ...core.events.alarm_evidence import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loss
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples

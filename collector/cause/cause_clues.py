@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.events import BadOperation, BatchSource, OddSamples, SecondRun
+from ...core.events.alarm_evidence import BadOperation, BatchSource, OddSamples, SecondRun
 from ...core.text import joined
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts

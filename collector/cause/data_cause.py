@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ...core.events import NOTHING, SAMPLES, BadOperation
+from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation
 from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
 from ...core.values import NonFinite, name_of
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.replicas import page_of, peers
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues, odd_text, samples_text, source_of
 from .operation_cause import of_precision
 from .operation_rules import domain_advice, trial_in

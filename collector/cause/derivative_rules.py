@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from ...core.verdicts import Certainty
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 
 _NODE = re.compile(r"(\w+?)Backward\d*")
 _SNAKE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z0-9])(?=[A-Z][a-z])")

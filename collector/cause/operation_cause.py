@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...core.events import SAMPLES, BadOperation
+from ...core.events.alarm_evidence import SAMPLES, BadOperation
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues, odd_text
 from .operation_rules import beyond_float32, domain_advice, name_of, operation_rule, trial_in
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...core.events import BadOperation, CauseTrial
+from ...core.events.alarm_evidence import BadOperation, CauseTrial
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 
 

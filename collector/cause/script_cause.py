@@ -9,12 +9,12 @@ from pathlib import PurePath
 
 import msgspec
 
-from ...core.events import ScriptTensor
+from ...core.events.read_tensors import ScriptTensor
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .derivative_rules import derivative_cause, operation_of_node
 from .operation_rules import OPERATION_RULES
 

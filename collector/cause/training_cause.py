@@ -10,8 +10,8 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.growth import ModuleGrowth, growth_of
 from ..facts.replicas import OddWeight, page_of
-from ..report.model import OverflowCause
 from ..report.sentence_parts import ranks_text
+from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues
 from .data_cause import handed_root
 

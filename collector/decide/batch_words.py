@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.events import BatchSource
+from ...core.events.alarm_evidence import BatchSource
 
 _MOST_SHOWN = 16
 
@@ -12,7 +12,7 @@ _MOST_SHOWN = 16
 def source_line(source: BatchSource, batch: str) -> str:
     """A line of evidence about `batch`, such as `batch 5 of rank 1`.
 
-    >>> from gpuwatch.core.events import RunPosition
+    >>> from gpuwatch.core.events.run_position import RunPosition
     >>> source_line(BatchSource(RunPosition(1), "data.Images", [7, 3], {}, epoch=0, ordinal=5, worker=1), "batch 5")
     'batch 5 is batch 5 of epoch 0 of its DataLoader, made by worker 1: 2 samples of data set data.Images (index 7, 3)'
     """

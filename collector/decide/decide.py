@@ -12,17 +12,19 @@ from msgspec.structs import replace
 
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
 from ...core.verdicts import Certainty, NodeBlame, VerdictKind
-from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
+from ...core.wire.batch_job import SchedulerJob, fill_command
+from ...core.wire.messages import AgentHello
 from ..ends.abort_verdict import abort_verdict, missed_init_verdict
 from ..ends.ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.missing_nodes import unheard_nodes
 from ..ends.preempted_ranks import preemption_verdict
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import Verdict
-from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
+from ..report.verdict import Verdict
+from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .overflow_verdict import overflow_verdict
 from .preflight_verdict import check_verdict, findings_of, preflight_verdict
+from .proof_gaps import lost_messages
 
 
 def decide(facts: RunFacts) -> Verdict:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.events import PassedTensor
+from ...core.events.across_ranks import PassedTensor
 from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
@@ -27,10 +27,10 @@ from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, peers
 from ..facts.words import cascade_of, whose
-from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .clean_verdict import doubts_about
+from ..report.verdict import Verdict
 from .diagnosis_order import DiagnosisOrder
+from .doubts import doubts_about
 from .overflow_advice import next_steps
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, overflow_at

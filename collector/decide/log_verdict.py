@@ -17,9 +17,9 @@ from ..ends.hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
 from ..facts.log_facts import LogFacts, LoggedXid, RaisedError, TimedOutWork
 from ..facts.log_lines import LogLine
 from ..facts.words import first_line
-from ..report.model import ConcurrentOrigin, Verdict
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text
+from ..report.verdict import ConcurrentOrigin, Verdict
 
 _SIGNALS = (-11, -7, -4, -8)
 """SIGSEGV, SIGBUS, SIGILL, SIGFPE: a process does them to itself. SIGKILL and SIGABRT may follow from others."""

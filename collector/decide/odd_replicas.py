@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from ...core.events import HashFlag
+from ...core.events.across_ranks import HashFlag
 from ..facts.facts import RankFacts
 
 _ODD_SHARE = 8

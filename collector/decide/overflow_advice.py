@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.frames import FramePhase
 from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
@@ -16,7 +16,7 @@ from ..cause.data_cause import LOOK_AT_LOADER
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
-from ..report.model import OverflowCause
+from ..report.verdict import OverflowCause
 from .overflow_words import is_of_no_module
 
 _WHOLE_BATCHES = "To see whole batches: gpuwatch launch --trace-batches"

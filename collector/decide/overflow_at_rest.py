@@ -9,7 +9,7 @@ from ...core.judge import PageSoFar
 from ...core.roles import GRADIENTS, RoleKind, parse_role
 from ...core.verdicts import Certainty
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import Verdict
+from ..report.verdict import Verdict
 
 _BATCHES_BEFORE = 1
 """A hang of a later batch than the next is one of its own: the job trained on after the overflow."""

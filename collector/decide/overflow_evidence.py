@@ -17,8 +17,8 @@ from ..facts.kept_pages import KeptPage
 from ..facts.replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
-from .clean_verdict import doubts_about
 from .diagnosis_order import DiagnosisOrder, reason
+from .doubts import doubts_about
 from .overflow_advice import wild_line
 from .overflow_words import is_alike
 

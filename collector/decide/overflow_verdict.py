@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import CaptureFile, RankEvent, SecondRun
+from ...core.events.alarm_evidence import CaptureFile, SecondRun
+from ...core.events.run_position import RankEvent
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
@@ -22,10 +23,10 @@ from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from ..facts.words import between_text, cascade_of, step_for_compiled, whose
-from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .clean_verdict import doubts_about
+from ..report.verdict import ConcurrentOrigin, Verdict
 from .diagnosis_order import DiagnosisOrder
+from .doubts import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_advice import clues_of, next_steps
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...core.bad_values import NAMED_BY_SCRIPT
-from ...core.events import BadOperation, SecondRun, operation_text
+from ...core.events.alarm_evidence import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
@@ -18,8 +18,8 @@ from ..facts.diagnosis import LocalDiagnosis, quoted
 from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight
 from ..facts.words import between_text
-from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
+from ..report.verdict import Verdict
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")

@@ -17,14 +17,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...core.events import (
-    MOST_PASSED,
-    MOST_PASSED_ALIKE,
-    Anomaly,
-    IssuedMoment,
-    NotedCollective,
-    PassedTensor,
-)
+from ...core.events.across_ranks import MOST_PASSED, MOST_PASSED_ALIKE, PassedTensor
+from ...core.events.alarms import Anomaly, IssuedMoment, NotedCollective
 from ...core.recorder.group_table import members_of
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts

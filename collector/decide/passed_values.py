@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...core.events import PassedTensor, ReducedElement
+from ...core.events.across_ranks import PassedTensor
+from ...core.events.read_tensors import ReducedElement
 from ...core.frames import Frame, FramePhase
 from ...core.roles import RoleKind, parse_role
 from ...core.values import DTYPE_MAX

@@ -10,9 +10,17 @@ from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
-from ..report import model
-from ..report.model import GRADES, CascadedRank, Verdict
+from ..report.preflight_table import (
+    GRADES,
+    BandwidthSize,
+    NodeRow,
+    PreflightReport,
+    RankInventory,
+    StageCell,
+    StageColumn,
+)
 from ..report.sentence_parts import counted, grouped
+from ..report.verdict import CascadedRank, Verdict
 from .checked_nodes import checked_nodes
 
 _MAX_LINES = 12
@@ -213,13 +221,13 @@ def finding_line(finding: PreflightFinding) -> str:
 # The table, which is part of report.json.
 
 
-def preflight_report(facts: RunFacts, attempt: int) -> model.PreflightReport:
+def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
     """What the preflight of one attempt has found."""
     ranks = facts.of_attempt(attempt)
     findings = findings_of(ranks)
     nodes = _nodes(facts, ranks, findings)
     outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
-    return model.PreflightReport(
+    return PreflightReport(
         outcome=next((found for found in ("failed", "victim", "skipped", "off", "ok") if found in outcomes), "off"),
         seconds=round(max((seconds_of(rank) for rank in ranks), default=0.0), 3),
         stages=_columns(nodes),
@@ -227,7 +235,7 @@ def preflight_report(facts: RunFacts, attempt: int) -> model.PreflightReport:
         findings=findings,
         bandwidth=_bandwidth(facts, ranks),
         inventory=[
-            model.RankInventory(rank.rank, rank.inventory.facts)
+            RankInventory(rank.rank, rank.inventory.facts)
             for rank in ranks
             if rank.inventory is not None and rank.inventory.facts is not None
         ],
@@ -258,7 +266,7 @@ def worst(grades: Iterable[str]) -> str:
     return max((grade for grade in grades if grade), key=GRADES.index, default="")
 
 
-def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[model.NodeRow]:
+def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[NodeRow]:
     everyone = [rank.rank for rank in ranks]
     # by stage and rank, the first finding that blames it; one about the whole job blames all ranks
     blamed = {(found.stage, rank): found for found in reversed(findings) for rank in found.ranks or everyone}
@@ -271,7 +279,7 @@ def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFind
         found = ((stage, _cell(stage, mine, blamed, victims)) for stage in _reached(mine, blamed))
         stages = {stage: cell for stage, cell in found if cell is not None}
         grade = worst(cell.grade for cell in stages.values())
-        rows.append(model.NodeRow(node.host, [rank.rank for rank in mine], grade, stages))
+        rows.append(NodeRow(node.host, [rank.rank for rank in mine], grade, stages))
     return sorted(rows, key=lambda row: (row.ranks or [1 << 30], row.host))
 
 
@@ -284,7 +292,7 @@ def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFind
 
 def _cell(
     stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding], victims: set[tuple[str, int]]
-) -> model.StageCell | None:
+) -> StageCell | None:
     """The worst of a node's ranks, and the time of the slowest."""
     keys = {rank.rank: (stage, rank.rank) for rank in ranks}
     found = {r.rank: _grade(stage, r, blamed.get(keys[r.rank]), keys[r.rank] in victims) for r in ranks}
@@ -297,7 +305,7 @@ def _cell(
     shown = next(rank for rank, (of_rank, _) in graded.items() if of_rank == grade)
     if grade == "ok" and slowest is not None:
         shown = slowest
-    return model.StageCell(grade, len(times), times[slowest] if slowest is not None else 0.0, shown, graded[shown][1])
+    return StageCell(grade, len(times), times[slowest] if slowest is not None else 0.0, shown, graded[shown][1])
 
 
 def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_victim: bool) -> tuple[str, str] | None:
@@ -321,21 +329,21 @@ def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_vic
     return grade, detail
 
 
-def _columns(nodes: list[model.NodeRow]) -> list[model.StageColumn]:
+def _columns(nodes: list[NodeRow]) -> list[StageColumn]:
     columns = []
     for stage in sorted({stage for node in nodes for stage in node.stages}, key=stage_order):
         cells = [(node, node.stages[stage]) for node in nodes if stage in node.stages]
         slowest, cell = max(cells, key=lambda pair: pair[1].seconds)
         grade, ranks = worst(found.grade for _, found in cells), sum(found.ranks for _, found in cells)
-        columns.append(model.StageColumn(stage, grade, ranks, cell.seconds, cell.rank, slowest.host))
+        columns.append(StageColumn(stage, grade, ranks, cell.seconds, cell.rank, slowest.host))
     return columns
 
 
-def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[model.BandwidthSize]:
+def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[BandwidthSize]:
     found = ((rank, row) for rank in ranks if rank.bandwidth is not None for row in rank.bandwidth.rows)
     sizes = []
     for size, rows in sorted(grouped(found, lambda pair: pair[1].size_bytes).items()):
         rank, row = min(rows, key=lambda pair: (pair[1].busbw_gbs, pair[0].rank))
         best, place = max(each.busbw_gbs for _, each in rows), (rank.rank, facts.host(rank))
-        sizes.append(model.BandwidthSize(size, len(rows), row.time_us, row.algbw_gbs, row.busbw_gbs, *place, best))
+        sizes.append(BandwidthSize(size, len(rows), row.time_us, row.algbw_gbs, row.busbw_gbs, *place, best))
     return sizes

@@ -15,8 +15,8 @@ from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import doing, first_line
-from ..report.model import Verdict
 from ..report.sentence_parts import grouped
+from ..report.verdict import Verdict
 from .end_positions import aborted_in_a_wait, last_look, progress
 from .hang_finding import position_lines
 from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent

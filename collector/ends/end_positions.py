@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ...core.events import RankLook, StackLine
+from ...core.events.agent_events import RankLook
+from ...core.events.rank_standing import StackLine
 from ..facts.facts import RankFacts, RunFacts
 from .hang_finding import find_hang
 from .hang_model import HangFinding, position_of, standing_at

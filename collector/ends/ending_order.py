@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...core.events import RunPosition
+from ...core.events.run_position import RunPosition
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import first_line
 from .end_positions import aborted_in_a_wait

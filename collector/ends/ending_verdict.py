@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...core.events import RunPosition, WorkerExit
+from ...core.events.agent_events import WorkerExit
+from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users
@@ -10,9 +11,9 @@ from ...core.verdicts import Certainty, VerdictKind
 from ..cause.script_cause import cause_of_crash
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, doing, error_line, first_line, progress_of, when_of, whose
-from ..report.model import CascadedRank, ConcurrentOrigin, Verdict
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, one_on, ranks_text
+from ..report.verdict import CascadedRank, ConcurrentOrigin, Verdict
 from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from ...core.events import RankLook, WorkerExit
+from ...core.events.agent_events import RankLook, WorkerExit
 from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty

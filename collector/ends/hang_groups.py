@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.events import GroupState
+from ...core.events.rank_standing import GroupState
 from ...core.recorder.group_table import RECENT
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty

@@ -9,7 +9,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
+from ...core.events.agent_events import RankLook
+from ...core.events.rank_standing import GroupState, IssuedOperation, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import EARLIER_GROUPS
 from ...core.recorder.stalls import is_users

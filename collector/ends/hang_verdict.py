@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from ...core.events import RankLook
+from ...core.events.agent_events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose
-from ..report.model import ConcurrentOrigin, Verdict
+from ..report.verdict import ConcurrentOrigin, Verdict
 from .end_positions import last_look
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction

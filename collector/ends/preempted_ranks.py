@@ -9,13 +9,13 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from ...core.events import HeardSignal
+from ...core.events.rank_standing import HeardSignal
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, whose
-from ..report.model import Verdict
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text
+from ..report.verdict import Verdict
 from .end_positions import aborted_in_a_wait
 from .ending_order import endings_of
 

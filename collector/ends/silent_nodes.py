@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ...core.events import RankLook
+from ...core.events.agent_events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from .hang_model import HangFinding, position_of

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.events import GraphNode
+from ...core.events.looked_again import GraphNode
 from ...core.frames import Frame, FramePhase, Row, RowKind
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX

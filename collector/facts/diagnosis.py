@@ -6,11 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...core.events import Anomaly, IssuedMoment, LookedAgain, PassedTensor, RunPosition, split_label
+from ...core.events.across_ranks import PassedTensor
+from ...core.events.alarms import Anomaly, IssuedMoment
+from ...core.events.definitions import split_label
+from ...core.events.looked_again import LookedAgain
+from ...core.events.run_position import RunPosition
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number, module_text
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
-from ..report.model import SeenIn
+from ..report.verdict import SeenIn
 from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
 
 Source = Literal[

@@ -6,9 +6,40 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core import events
+from ...core.events.across_ranks import PassedTensor, ReplicaHashes
+from ...core.events.agent_events import (
+    LimitForecast,
+    RankLook,
+    SlowRankLooks,
+    StepTimes,
+    UnmovedWeights,
+    WorkerExit,
+    ZeroedGradients,
+)
+from ...core.events.alarm_evidence import BatchInputs, BatchSource, ForwardCaptured, SecondRun
+from ...core.events.alarms import AbsorbedValue, Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
+from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ...core.events.own_limits import (
+    CompiledUnseen,
+    LooseParameters,
+    NotLookedInto,
+    OwnFault,
+    ReplacedFunctions,
+    UnmeasuredTensor,
+    UnreadStates,
+    costs_frames,
+)
+from ...core.events.preflight_events import (
+    BandwidthRows,
+    PreflightBegan,
+    PreflightResult,
+    PreflightStage,
+    RankInventoryEvent,
+)
+from ...core.events.script_events import LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from ...core.identity import is_rank
-from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage, node_of
+from ...core.wire.beat import RankState
+from ...core.wire.messages import AgentHello, NodeBye, TelemetryMessage, node_of
 from .diagnosis import LocalDiagnosis
 from .kept_pages import KeptHistory, KeptPage
 
@@ -60,52 +91,52 @@ class RankFacts:
     rank: int
     attempt: int
     agent: str = ""
-    anomalies: list[events.Anomaly] = field(default_factory=list)
-    errors: list[events.ScriptError] = field(default_factory=list)
-    second_run: events.SecondRun | None = None
+    anomalies: list[Anomaly] = field(default_factory=list)
+    errors: list[ScriptError] = field(default_factory=list)
+    second_run: SecondRun | None = None
     """What a second run of the forward of its alarm has found."""
-    captured: events.ForwardCaptured | None = None
-    faults: list[events.OwnFault] = field(default_factory=list)
-    begun: list[events.PreflightBegan] = field(default_factory=list)
-    stages: list[events.PreflightStage] = field(default_factory=list)
-    bandwidth: events.BandwidthRows | None = None
-    preflight: events.PreflightResult | None = None
-    inventory: events.RankInventoryEvent | None = None
-    replaced: events.ReplacedFunctions | None = None
-    script_exit: events.ScriptExit | None = None
-    left_group: events.LeftGroup | None = None
+    captured: ForwardCaptured | None = None
+    faults: list[OwnFault] = field(default_factory=list)
+    begun: list[PreflightBegan] = field(default_factory=list)
+    stages: list[PreflightStage] = field(default_factory=list)
+    bandwidth: BandwidthRows | None = None
+    preflight: PreflightResult | None = None
+    inventory: RankInventoryEvent | None = None
+    replaced: ReplacedFunctions | None = None
+    script_exit: ScriptExit | None = None
+    left_group: LeftGroup | None = None
     """The last time that it did."""
-    meshes: list[events.MeshCoordinates] = field(default_factory=list)
-    exit: events.WorkerExit | None = None
+    meshes: list[MeshCoordinates] = field(default_factory=list)
+    exit: WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""
     histories: dict[int, KeptHistory] = field(default_factory=dict, compare=False, repr=False)
     """By root."""
     state: RankState | None = None
     pages_dropped: int = 0
-    warned: list[events.RangeWarning] = field(default_factory=list)
-    scaler_skips: list[events.ScalerSkip] = field(default_factory=list)
-    ignored: list[events.IgnoredAlarm] = field(default_factory=list)
-    absorbed: list[events.AbsorbedValue] = field(default_factory=list)
-    passed: list[events.PassedTensor] = field(default_factory=list)
+    warned: list[RangeWarning] = field(default_factory=list)
+    scaler_skips: list[ScalerSkip] = field(default_factory=list)
+    ignored: list[IgnoredAlarm] = field(default_factory=list)
+    absorbed: list[AbsorbedValue] = field(default_factory=list)
+    passed: list[PassedTensor] = field(default_factory=list)
     """Non-finite tensors that went into collectives and messages, or came out of them; the earliest first."""
-    not_looked_into: list[events.NotLookedInto] = field(default_factory=list)
-    compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
-    unmeasured: events.UnmeasuredTensor | None = None
-    loose_parameters: list[events.LooseParameters] = field(default_factory=list)
-    unread_states: list[events.UnreadStates] = field(default_factory=list)
-    hashes: list[events.ReplicaHashes] = field(default_factory=list)
-    batch_inputs: list[events.BatchInputs] = field(default_factory=list)
-    batch_sources: list[events.BatchSource] = field(default_factory=list)
-    looks: list[events.RankLook] = field(default_factory=list)
+    not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    compiled_unseen: list[CompiledUnseen] = field(default_factory=list)
+    unmeasured: UnmeasuredTensor | None = None
+    loose_parameters: list[LooseParameters] = field(default_factory=list)
+    unread_states: list[UnreadStates] = field(default_factory=list)
+    hashes: list[ReplicaHashes] = field(default_factory=list)
+    batch_inputs: list[BatchInputs] = field(default_factory=list)
+    batch_sources: list[BatchSource] = field(default_factory=list)
+    looks: list[RankLook] = field(default_factory=list)
     """Its position each time that all ranks were asked."""
-    step_times: events.StepTimes | None = None
-    slow_looks: events.SlowRankLooks | None = None
+    step_times: StepTimes | None = None
+    slow_looks: SlowRankLooks | None = None
     """Where it was in its own time, if the others wait for it."""
-    forecasts: list[events.LimitForecast] = field(default_factory=list)
+    forecasts: list[LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
-    zeroed_gradients: list[events.ZeroedGradients] = field(default_factory=list)
-    unmoved_weights: list[events.UnmovedWeights] = field(default_factory=list)
+    zeroed_gradients: list[ZeroedGradients] = field(default_factory=list)
+    unmoved_weights: list[UnmovedWeights] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
 
@@ -155,9 +186,9 @@ class RankFacts:
         return self.inventory.device if self.inventory is not None else None
 
     @property
-    def faults_that_cost_frames(self) -> list[events.OwnFault]:
+    def faults_that_cost_frames(self) -> list[OwnFault]:
         """The faults after which frames may be missing."""
-        return [fault for fault in self.faults if events.costs_frames(fault.part)]
+        return [fault for fault in self.faults if costs_frames(fault.part)]
 
     @property
     def lost_faults(self) -> int:
@@ -173,7 +204,7 @@ class RankFacts:
     # -- how it ended -------------------------------------------------------------------------------------------
 
     @property
-    def error(self) -> events.ScriptError | None:
+    def error(self) -> ScriptError | None:
         """The first exception that left its script."""
         return self.errors[0] if self.errors else None
 
@@ -251,12 +282,12 @@ class NodeFacts:
     agent: str
     hello: AgentHello | None = None
     bye: NodeBye | None = None
-    signal: events.NodeSignal | None = None
+    signal: NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that measured it), in nanoseconds."""
-    gpu_events: list[events.GpuXid | events.GpuCounters | events.GpuHealth] = field(default_factory=list)
+    gpu_events: list[GpuXid | GpuCounters | GpuHealth] = field(default_factory=list)
     hot: bytes = b""
     """Modules of its ranks that were closest to their limit, from its last beat."""
     gpus: bytes = b""
@@ -296,7 +327,7 @@ class RunFacts:
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     processes: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     """Below `gpuwatch run`: processes that ran a module and are no rank. Keys as of ranks; see core/identity.py."""
-    attempts: dict[int, events.AttemptNodes] = field(default_factory=dict)
+    attempts: dict[int, AttemptNodes] = field(default_factory=dict)
     """By attempt: all its nodes, also those that were never heard. Of a job of several nodes."""
     undecodable_pages: int = 0
     unnamed_pages: int = 0

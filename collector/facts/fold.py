@@ -12,15 +12,21 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from ...core import events
-from ...core.events import split_label
+from ...core.events.agent_events import SlowRankLooks, StepTimes
+from ...core.events.alarms import Anomaly
+from ...core.events.definitions import RootDef, split_label
+from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ...core.events.preflight_events import PreflightResult, RankInventoryEvent
+from ...core.events.run_position import RunPosition
+from ...core.events.script_events import LeftGroup
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
 from ...core.secrets import masked_command
 from ...core.signal_errors import from_outside
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire import messages
-from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, RankState, node_of
+from ...core.wire.beat import NodeBeat, RankState
+from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, node_of
 from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
 from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
@@ -72,8 +78,8 @@ def _text(text: str, field: str, owner: str) -> str:
     if field in _SEVERAL_LINES and owner == "ScriptError":
         return text if text.isprintable() else shown_lines(text)
     cls, ordinal = split_label(text)
-    if field == "root" and events.RootDef(0, cls, ordinal).label == text:
-        return events.RootDef(0, shown_name(cls), ordinal).label
+    if field == "root" and RootDef(0, cls, ordinal).label == text:
+        return RootDef(0, shown_name(cls), ordinal).label
     return shown_name(text) if field == "root" or field in _NAMES else shown(text)
 
 
@@ -110,7 +116,7 @@ class FactFold:
         self._heard = HeardNumbers()
         self._cache = PageCache()
         self._names: dict[tuple[int, int], RankNames] = {}
-        self._diagnosed: dict[tuple[int, int], tuple[events.Anomaly, list[tuple[int, int]]]] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
         self.is_behind = False
         """Whether some ranks have yet to be diagnosed from their pages."""
@@ -146,13 +152,13 @@ class FactFold:
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
                 node.telemetry[body.began_ns] = body
-        elif isinstance(body, messages.NodeBeat):
+        elif isinstance(body, NodeBeat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, messages.EventMessage):
-            if isinstance(body.event, events.Anomaly):
+            if isinstance(body.event, Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
                 self._met_in.add(body.event.where.step)
-            elif isinstance(body.event, events.PreflightResult):
+            elif isinstance(body.event, PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
 
@@ -223,8 +229,8 @@ class FactFold:
             for peer in teller.peers:
                 rank = ranks.get((teller.where.attempt, peer.rank))
                 if rank is not None and rank.preflight is None:
-                    where = events.RunPosition(peer.rank, teller.where.attempt)
-                    rank.preflight = events.PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
+                    where = RunPosition(peer.rank, teller.where.attempt)
+                    rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
                     self._told.add((rank.attempt, rank.rank))
 
     def _infer_anomalies(self) -> None:
@@ -317,30 +323,39 @@ def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
 
 
 def _sort(rank: RankFacts) -> None:
+    for name in _LISTS.values():
+        getattr(rank, name).sort(key=_ORDERS.get(name, _in_time))
+
+
+def _in_time(event: Any) -> tuple[tuple[int, int, int], int]:
+    return _place(event.where), event.where.time_ns
+
+
+_ORDERS: dict[str, Callable[[Any], Any]] = {
     # a device's numbers arrive late: the collectives issued by then show which of two alarms was first
-    rank.anomalies.sort(key=lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame))
-    rank.errors.sort(key=lambda error: error.where.time_ns)
-    rank.begun.sort(key=lambda began: began.where.time_ns)
-    rank.stages.sort(key=lambda stage: stage.where.time_ns)
-    rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
-    rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
-    rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
-    rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
-    rank.batch_sources.sort(key=lambda source: _place(source.where))
-    rank.hashes.sort(key=lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table))
-    rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
-    rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
-    rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
-    rank.unread_states.sort(key=lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns))
-    rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
-    rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
-    rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
-    rank.zeroed_gradients.sort(key=lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches))
-    rank.unmoved_weights.sort(key=lambda unmoved: (_place(unmoved.where), unmoved.where.root, unmoved.steps))
-    rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
+    "anomalies": lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame),
+    "errors": lambda error: error.where.time_ns,
+    "begun": lambda began: began.where.time_ns,
+    "stages": lambda stage: stage.where.time_ns,
+    "warned": lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind),
+    "scaler_skips": lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row),
+    "ignored": lambda ignored: (_place(ignored.where), ignored.module, ignored.role),
+    "hashes": lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table),
+    "not_looked_into": lambda hidden: (hidden.module, hidden.cls),
+    "compiled_unseen": lambda unseen: (not unseen.calls, unseen.text),
+    "loose_parameters": lambda loose: (loose.optimizer, -loose.parameters, -loose.unread),
+    "unread_states": lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns),
+    "absorbed": lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role),
+    "passed": lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number),
+    "forecasts": lambda forecast: (_place(forecast.where), forecast.module),
+    "zeroed_gradients": lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches),
+    "unmoved_weights": lambda unmoved: (_place(unmoved.where), unmoved.where.root, unmoved.steps),
+    "looks": lambda look: (look.number, look.where.time_ns),
+}
+"""List of a rank -> the key of its order, where that is not the order of its events' places and times."""
 
 
-def _place(where: events.RunPosition) -> tuple[int, int, int]:
+def _place(where: RunPosition) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
 
 
@@ -362,13 +377,13 @@ _ONES = {get_args(hint)[0]: name for name, hint in _HINTS.items() if type(None) 
 
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: messages.EventMessage) -> None:
     event = message.event
-    if isinstance(event, events.NodeSignal):
+    if isinstance(event, NodeSignal):
         node.signal = event
         return
-    if isinstance(event, events.AttemptNodes):
+    if isinstance(event, AttemptNodes):
         facts.attempts[event.attempt] = event
         return
-    if isinstance(event, events.GpuXid | events.GpuCounters | events.GpuHealth):
+    if isinstance(event, GpuXid | GpuCounters | GpuHealth):
         if event not in node.gpu_events:
             node.gpu_events.append(event)
         return
@@ -387,19 +402,19 @@ def _replaces(event: Any, known: Any) -> bool:
     """Whether an event replaces the known one. Most are sent once."""
     if known is None:
         return True
-    if isinstance(event, events.RankInventoryEvent):
+    if isinstance(event, RankInventoryEvent):
         return event.facts is not None  # an inventory without facts is sent again with them
-    if isinstance(event, events.LeftGroup):
+    if isinstance(event, LeftGroup):
         return bool(event.where.step >= known.where.step)
-    if isinstance(event, events.SlowRankLooks):
+    if isinstance(event, SlowRankLooks):
         return bool(event.looks > known.looks)
-    if isinstance(event, events.StepTimes):
+    if isinstance(event, StepTimes):
         # if two agents saw parts of a rank, the larger part counts, whichever was received first
         return (event.timed, event.steps) > (known.timed, known.steps)
     return True
 
 
-def _take_beat(facts: RunFacts, node: NodeFacts, beat: messages.NodeBeat) -> None:
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
     if beat.sent_ns:
         node.hot, node.gpus, node.figures = beat.hot, beat.gpus, beat.figures
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...core.events import Anomaly
+from ...core.events.alarms import Anomaly
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, RowMark, module_text
 from ...core.judge import NAMED_BY_SCRIPT, first_expected_gradient
 from ...core.roles import role_of_parameter

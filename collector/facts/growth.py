@@ -9,7 +9,7 @@ import numpy
 
 from ...core.frames import LOSS_MODULE, FramePhase, module_text
 from ...core.wire.columns import NO_NUMBER
-from ..report.model import HeatModule
+from ..report.run_figures import HeatModule
 from .diagnosis import LocalDiagnosis
 from .facts import RankFacts, RunFacts
 from .kept_pages import OpenHistory

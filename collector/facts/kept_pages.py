@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy
 
-from ...core.events import Definition
+from ...core.events.definitions import Definition
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
@@ -24,7 +24,7 @@ from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
-from ..report.model import HeatModule
+from ..report.run_figures import HeatModule
 
 # The definitions of all ranks, each kept once: ranks of one role define the same modules in the same order.
 #

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...core.events import OptimizerStep
+from ...core.events.looked_again import OptimizerStep
 from ...core.frames import Frame, FramePhase, Page, Row, RowKind, RowMark
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter

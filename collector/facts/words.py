@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
+from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.events.alarms import IgnoredAlarm, RangeWarning
+from ...core.events.run_position import RunPosition
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ..report.model import CascadedRank
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import badness, coarse_share_text
+from ..report.verdict import CascadedRank
 from .diagnosis import number_text
 from .facts import RankFacts, RunFacts
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.verdicts import VerdictKind
-from .model import FigureSeries, NodeFigures, RunReport
+from .model import RunReport
+from .run_figures import FigureSeries, NodeFigures
 from .sentence_parts import share_text, size_text
 
 SPAN_S = 60.0

@@ -11,14 +11,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import Code, coded
-from ...core.events import SELF_CHECK
+from ...core.events.own_limits import SELF_CHECK
 from ...core.frames import format_number, module_text
 from ...core.identity import rank_name
 from ...core.preflight import PreflightFinding
 from ...core.text import numbers_text, shown_name
 from ...core.torch_names import notes_on
 from .last_minute import last_minute
-from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RankReport, RunReport, StageCell
+from .model import RankReport, RunReport
+from .preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
 from .sentence_parts import badness, bytes_text, coarse_share_text, counted, grouped, list_item, ranks_text
 
 PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}

@@ -20,12 +20,10 @@ from .model import RunReport
 from .operation_line import evidence_lines
 from .report_sections import is_about_preflight, sections_of_text
 from .sentence_parts import TextConsole, counted
+from .shared_lines import capture_lines, cascade_lines, concurrent_lines
 from .side_by_side import frames_text, rank_to_show, stacks_of, stacks_text
 from .text_report import (
     answer_text,
-    capture_lines,
-    cascade_lines,
-    concurrent_lines,
     frames_title,
     print_block,
     print_headline,
@@ -47,12 +45,13 @@ _MOST = {
     ReportSection.NODES: 12,
     ReportSection.PREFLIGHT: MOST_LINES,
     ReportSection.NOTES: 6,
-    ReportSection.ATTEMPTS: 4,
     ReportSection.INSIGHTS: 10,
     ReportSection.STEPS: 8,
     ReportSection.RANKS: MOST_LINES,
 }
-"""Lines of each section."""
+"""Lines of each section,"""
+_MOST_OF_A_LIST = 4
+"""and of one that is a list of lines (report_sections.py)."""
 _MOST_FRAME_LINES = 7
 _MOST_CALLS = 5
 _MOST_RANKS = 6
@@ -229,7 +228,7 @@ class _ScreenWriter:
             return []
         own = {ReportSection.FRAMES: self._frames, ReportSection.STACKS: self._stacks, ReportSection.RANKS: self._ranks}
         draw = own.get(section, lambda console: print_section(console, self._report, section))
-        return self._cut(section, self._drawn(draw), _MOST[section])
+        return self._cut(section, self._drawn(draw), _MOST.get(section, _MOST_OF_A_LIST))
 
     def _ranks(self, console: Console) -> None:
         console.print()

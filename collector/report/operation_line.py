@@ -7,9 +7,9 @@ The verdict's evidence has the whole line. The text is cut when it is printed, a
 
 from __future__ import annotations
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.marked_line import DOTS, MarkedLine, cut_line
-from .model import Verdict
+from .verdict import Verdict
 
 _AROUND = len("  - ``,")
 """What an item of a list has beside the line."""

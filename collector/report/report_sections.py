@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ...core.verdicts import ReportSection, VerdictKind
 from .model import RunReport
 from .notices_text import notice_lines, trouble_lines
+from .shared_lines import attempt_lines, earlier_lines
 from .side_by_side import can_be_compared
 
 _MOST_OPEN_ROWS = 64
@@ -24,7 +25,8 @@ def is_about_preflight(report: RunReport) -> bool:
 
 def sections_of(report: RunReport) -> list[ReportSection]:
     """The sections with content, in their order."""
-    return [section for section, is_there in _IS_THERE.items() if is_there(report)]
+    is_there = {**LINES, **_IS_THERE}
+    return [section for section in ReportSection if is_there[section](report)]
 
 
 def sections_of_text(report: RunReport, *, rank: int | None = None, warnings: bool = False) -> list[ReportSection]:
@@ -49,9 +51,13 @@ def is_open(report: RunReport, section: ReportSection) -> bool:
     return section == report.verdict.kind.opens or bool(section in _OPEN and _OPEN[section](report))
 
 
+LINES: dict[ReportSection, Callable[[RunReport], list[str]]] = {
+    ReportSection.ATTEMPTS: lambda report: [*attempt_lines(report), *earlier_lines(report)],
+}
+"""Sections that are a list of lines: the text and the page print these, and need nothing else of such a section."""
+
 _IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.VERDICT: lambda report: True,
-    ReportSection.ATTEMPTS: lambda report: report.attempts or report.run.earlier,
     ReportSection.RANKS: lambda report: report.everyone,
     ReportSection.STACKS: lambda report: any(rank.stack for rank in report.ranks),
     ReportSection.ERRORS: lambda report: any(rank.error is not None for rank in report.ranks),
@@ -73,7 +79,7 @@ _IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.VERSIONS: lambda report: True,
     ReportSection.CODES: lambda report: True,
 }
-assert list(_IS_THERE) == list(ReportSection)
+assert {*LINES, *_IS_THERE} == set(ReportSection) and not LINES.keys() & _IS_THERE.keys()
 
 _OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.RANKS: lambda report: len(report.ranks) <= _MOST_OPEN_ROWS,

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ...core.events import GpuHealth, GpuXid, RankLook
+from ...core.events.agent_events import RankLook
+from ...core.events.node_events import GpuHealth, GpuXid
 from ...core.identity import rank_name
 from ...core.recorder.stalls import ANSWER_S
 from ...core.text import ranks_text
 from ...core.values import DTYPE_MAX
-from ...core.wire.messages import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list
+from ...core.wire.beat import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, StacksView, ViewEvent, ViewStraggler
 from ..assemble.build import look_stack
 from ..assemble.timeline import forecasts_of, is_sound, passing_text

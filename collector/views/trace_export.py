@@ -13,7 +13,9 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
+from ...core.events.node_events import GpuXid
+from ...core.events.rank_standing import GroupState, IssuedOperation
+from ...core.events.run_position import RunPosition
 from ...core.frames import module_text
 from ...core.recorder.layout import PARTS
 from ...core.signal_errors import from_outside
@@ -22,7 +24,7 @@ from ..assemble.build import look_stack
 from ..assemble.timeline import EventTime, event_of, offset_ns, series_of_all
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import Verdict
+from ..report.verdict import Verdict
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""

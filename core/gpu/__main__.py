@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..events import GpuCounters, GpuXid
+from ..events.node_events import GpuCounters, GpuXid
 from ..text import from_json
 from .counters import meaning_of
 from .nvml_child import (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..events import GpuCounters, GpuHealth, GpuXid
+from ..events.node_events import GpuCounters, GpuHealth, GpuXid
 from ..preflight import Grade
 from .limits import RATES
 

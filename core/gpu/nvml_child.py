@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..events import GpuCounters, GpuXid
+from ..events.node_events import GpuCounters, GpuXid
 from ..guest.own_imports import own_command
 from ..host import lines_until
 from ..text import messages_among

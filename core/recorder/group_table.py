@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from ..events import GroupState, IssuedOperation
+from ..events.rank_standing import GroupState, IssuedOperation
 from ..signal_errors import from_outside
 from ..values import DTYPE_NAMES
 from .layout import EARLIER_GROUP_BYTES, EARLIER_GROUPS, GROUP_BYTES, GROUPS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import struct
 
-from ..events import HeardSignal
+from ..events.rank_standing import HeardSignal
 from .layout import ANOMALY_AT
 
 HEARD = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGXCPU)

@@ -87,7 +87,7 @@ def check_of(fields: Sequence[int]) -> int:
 
 
 class HeadField(IntEnum):
-    """The integers of the header, by position. RankState (core/wire/messages.py) has most by the same name."""
+    """The integers of the header, by position. RankState (core/wire/beat.py) has most by the same name."""
 
     MAGIC = 0
     VERSION = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..events import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from ..events.definitions import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
 from ..frames import PHASES, ROW_KINDS, Frame, Page, Row, RowKind
 from ..roles import RoleKind, parse_role
 from ..text import is_shown, shown_name

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
-from ..events import Anomaly, Definition, GroupState, HeardSignal, LogEntry, ModuleDef, RootDef, WorkerEvent
+from ..events.alarms import Anomaly
+from ..events.definitions import Definition, ModuleDef, RootDef
+from ..events.log_entries import LogEntry, WorkerEvent
+from ..events.rank_standing import GroupState, HeardSignal
 from ..guest.own_files import OwnDescriptor
 from ..signal_errors import from_outside
-from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
+from ..wire.beat import HooksText, RankState
+from ..wire.messages import PageMessage, PageSegment
 from . import layout
 from .group_table import progress_of, read_groups, widened
 from .heard_signals import HEARD_AT, HEARD_BYTES, read_heard

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..events import GroupState, IssuedOperation, StackLine
+from ..events.rank_standing import GroupState, IssuedOperation, StackLine
 from .group_table import OPERATIONS, RECENT
 
 MOST_LINES = 40

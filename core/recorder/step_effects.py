@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import numpy
 from msgspec.structs import replace
 
-from ..events import Definition, ModuleDef, RootDef, RunPosition, ShapeDef, SlotDef, UnmovedWeights, ZeroedGradients
+from ..events.agent_events import UnmovedWeights, ZeroedGradients
+from ..events.definitions import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from ..events.run_position import RunPosition
 from ..frames import FramePhase, RowKind, RowMark
 from ..roles import RoleKind, parse_role
 from ..values import DTYPE_NAMES, DTYPES_OF_16_BITS, decode

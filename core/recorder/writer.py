@@ -16,7 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
+from ..events.alarms import Anomaly
+from ..events.definitions import Definition
+from ..events.log_entries import LogEntry
+from ..events.own_limits import OwnFault, costs_frames
 from ..guest.own_files import RecorderMap
 from ..text import carried, plain_text
 from . import layout

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
-from ..events import Definition, SlotDef
+from ..events.definitions import Definition, SlotDef
 from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
 from ..recorder.slot_table import SlotTable

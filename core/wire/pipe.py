@@ -11,7 +11,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..errors import Code
-from ..events import StackLine
+from ..events.rank_standing import StackLine
 from ..settings import OnHang
 from ..text import from_json, to_json
 from .messages import AgentHello, NodeBye, StopRanks

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from ..errors import Code, GpuwatchError
-from ..events import RankLook
-from .messages import HotModule
+from ..events.agent_events import RankLook
+from .beat import HotModule
 
 SCHEMA = 1
 FILE = "view.json"

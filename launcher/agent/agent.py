@@ -29,18 +29,11 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import Code, ExitCode, GpuwatchError
-from ...core.events import (
-    Anomaly,
-    AttemptNodes,
-    Event,
-    GpuCounters,
-    GpuHealth,
-    GpuXid,
-    NodeSignal,
-    PreflightResult,
-    RankLook,
-    WorkerExit,
-)
+from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.events.alarms import Anomaly
+from ...core.events.log_entries import Event
+from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ...core.events.preflight_events import PreflightResult
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.guest.tell import flush_streams
 from ...core.host import LineReader, OwnClock
@@ -59,6 +52,7 @@ from ...core.recorder.run_folder import (
 from ...core.text import command_for, from_json
 from ...core.verdicts import VerdictKind
 from ...core.wire import messages, pipe
+from ...core.wire.beat import NodeBeat, closest_modules, pack_list
 from ...core.wire.keys import agent_name
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .collector_link import CollectorLink, ForgottenMessages
@@ -441,17 +435,17 @@ class NodeAgentLoop:
                 self._tell(message)
             self._link.leave()  # only now: the collector may end then, and an agent after this one could ask nobody
 
-    def _beat(self) -> messages.NodeBeat:
+    def _beat(self) -> NodeBeat:
         running = [watch for watch in self._ranks.values() if not watch.ended]
         states = [state for watch in running if (state := watch.state())]
-        beat = messages.NodeBeat(states, dict(self.outbox.pages_dropped), looks=messages.pack_list(self._shown))
+        beat = NodeBeat(states, dict(self.outbox.pages_dropped), looks=pack_list(self._shown))
         self._shown = []
         if not self._link.is_looked_at:
             return beat
-        hot = messages.closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
+        hot = closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
         now = self._telemetry
-        gpus, figures = messages.pack_list(now.gpus_now), messages.pack_list([now.host_now])
-        return replace(beat, hot=messages.pack_list(hot), gpus=gpus, figures=figures)
+        gpus, figures = pack_list(now.gpus_now), pack_list([now.host_now])
+        return replace(beat, hot=pack_list(hot), gpus=gpus, figures=figures)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,17 @@ from typing import TypeVar
 import numpy
 from msgspec.structs import replace
 
-from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef, StepTimes
+from ...core.events.agent_events import LimitForecast, StepTimes
+from ...core.events.definitions import Definition, ModuleDef, SlotDef
+from ...core.events.run_position import RunPosition
 from ...core.frames import LOSS_MODULE
 from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
+from ...core.wire.beat import HotModule
 from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, number_of, pack, pack_starts, pack_steps
-from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
+from ...core.wire.messages import PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 from .step_pages import StepPages
 

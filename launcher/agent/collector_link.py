@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ...core.errors import Code, coded
 from ...core.wire import messages
+from ...core.wire.beat import NodeBeat
 from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
 
@@ -125,7 +126,7 @@ class CollectorLink:
         elif ack.resend or self._resending.is_lost(ack.echo_ns, ack.received, now):
             self.outbox.send_again()
 
-    def send(self, beat: Callable[[], messages.NodeBeat], now: float) -> None:
+    def send(self, beat: Callable[[], NodeBeat], now: float) -> None:
         """Send every due message, and a beat when one is due. `beat` makes it, without its times."""
         if self.refused:
             return

@@ -13,7 +13,7 @@ import subprocess
 import time
 from contextlib import suppress
 
-from ...core.events import GpuCounters, GpuHealth, GpuXid
+from ...core.events.node_events import GpuCounters, GpuHealth, GpuXid
 from ...core.gpu import nvml_child
 from ...core.host import LineReader
 from ...core.text import messages_among

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.events import Anomaly, split_label
+from ...core.events.alarms import Anomaly
+from ...core.events.definitions import split_label
 from ...core.recorder.layout import FRAME, VALUE, HeadField
 from ...core.recorder.reader import HeldPage, RecorderReader
 from ...core.values import PENDING

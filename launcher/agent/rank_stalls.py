@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core.events import RankLook, RankStall
+from ...core.events.agent_events import RankLook, RankStall
 from ...core.guest.own_files import read_regular
 from ...core.recorder.stalls import (
     DeviceProgress,

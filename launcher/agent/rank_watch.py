@@ -13,12 +13,20 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ...core import events
+from ...core.events.agent_events import LimitForecast, WorkerExit
+from ...core.events.alarms import Anomaly
+from ...core.events.definitions import Definition
+from ...core.events.log_entries import WorkerEvent
+from ...core.events.own_limits import OwnFault
+from ...core.events.rank_standing import GroupState
+from ...core.events.run_position import RunPosition
+from ...core.events.script_events import ScriptError, ScriptExit
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.stalls import file_of, has_left_backward, pipe_of, stack_file_name
-from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
+from ...core.wire.beat import HotModule, NodeBeat, RankState
+from ...core.wire.messages import AgentBody, EventMessage, NameDefinitions, WantedBatch
 from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values
@@ -66,7 +74,7 @@ class RankWatch:
         self.steps = RankStepTimes()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
-        self._faults: dict[str, events.OwnFault | None] = {}
+        self._faults: dict[str, OwnFault | None] = {}
         """By part: errors of ours that cost no frame; None once reported."""
 
     def poll(self, now: float) -> list[AgentBody]:
@@ -86,7 +94,7 @@ class RankWatch:
         )
 
     def _fault(self, note: str) -> AgentBody:
-        return EventMessage(events.OwnFault(events.RunPosition(self.rank, self.attempt), "recorder", note))
+        return EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note))
 
     def _poll(self, now: float) -> list[AgentBody]:
         reader = self._open()
@@ -100,10 +108,10 @@ class RankWatch:
         messages += self._look_back(reader, header, definitions, now)
         for event in map(self._of_this_rank, recorded):
             messages.append(EventMessage(event))
-            if isinstance(event, events.ScriptExit | events.ScriptError):
+            if isinstance(event, ScriptExit | ScriptError):
                 self._script_ended = True
-                self._script_code = event.code if isinstance(event, events.ScriptExit) else 1
-            if isinstance(event, events.Anomaly):
+                self._script_code = event.code if isinstance(event, ScriptExit) else 1
+            if isinstance(event, Anomaly):
                 self._anomaly_sent = self._asked = True
                 self._pages.want_of(event, now)
         messages += self._pages.due(reader, now)
@@ -137,7 +145,7 @@ class RankWatch:
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
         self.ended = self._pages.ended = True
-        bare = EventMessage(events.WorkerExit(events.RunPosition(self.rank, self.attempt), code, by, "starting"))
+        bare = EventMessage(WorkerExit(RunPosition(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
@@ -161,13 +169,13 @@ class RankWatch:
         state = replace(reader.state(), final=True, pending=pending, traces_thinned=self._pages.thinned)
         root = reader.roots.get(reader[HeadField.ROOT])
         label, page = root.label if root is not None else "", reader[HeadField.PAGE]
-        where = events.RunPosition(self.rank, self.attempt, state.step, state.batch, label, page, state.seq)
+        where = RunPosition(self.rank, self.attempt, state.step, state.batch, label, page, state.seq)
         if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
             # its own Python could not tell the code that its script ended with (worker/joining.py)
-            messages.append(EventMessage(events.ScriptExit(where, code)))
+            messages.append(EventMessage(ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
-        exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         exit_ = replace(exit_, heard=reader.heard())
         if look is not None:
             exit_ = replace(exit_, main=look.main, state=look.state, busy=look.busy, still_s=look.still_s)
@@ -185,7 +193,7 @@ class RankWatch:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
 
-    def _of_this_rank(self, event: events.WorkerEvent) -> events.WorkerEvent:
+    def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
         """What a process has recorded before it was known which rank it is, is this rank's."""
         where = event.where
         if (where.rank, where.attempt) == (self.rank, self.attempt):
@@ -193,10 +201,10 @@ class RankWatch:
         return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
     def _look_back(
-        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[events.Definition], now: float
+        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[Definition], now: float
     ) -> list[AgentBody]:
         """The history's forecasts, and faults: it and the times of steps decide nothing, and all else goes on."""
-        forecasts: list[events.LimitForecast] = []
+        forecasts: list[LimitForecast] = []
         try:
             self.steps.read(reader, header)
         except Exception as error:
@@ -215,8 +223,8 @@ class RankWatch:
 
     def _failed(self, part: str, error: Exception) -> None:
         """Report an error of ours that costs no frame, once for each part."""
-        where = events.RunPosition(self.rank, self.attempt)
-        self._faults.setdefault(part, events.OwnFault(where, part, f"{type(error).__name__}: {error}"))
+        where = RunPosition(self.rank, self.attempt)
+        self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
     def _new_faults(self) -> list[EventMessage]:
         found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
@@ -271,7 +279,7 @@ class RankWatch:
         """What changes when the rank moves; () without a recorder."""
         return self._read(RecorderReader.movement, ())
 
-    def groups(self) -> list[events.GroupState]:
+    def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
 
@@ -294,11 +302,9 @@ class RankWatch:
             self._failed("hottest modules", error)
             return []
 
-    def where(self, state: RankState) -> events.RunPosition:
+    def where(self, state: RankState) -> RunPosition:
         """The place of a state."""
-        return events.RunPosition(
-            self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns()
-        )
+        return RunPosition(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
 
     @property
     def was_removed(self) -> bool:

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from ...core.events import RunPosition, SeenLine, SlowRankLooks, StackLine
+from ...core.events.agent_events import SeenLine, SlowRankLooks
+from ...core.events.rank_standing import StackLine
+from ...core.events.run_position import RunPosition
 from ...core.recorder.stalls import is_users
 from ...core.wire.messages import WatchSlowRank
 from .rank_watch import RankWatch

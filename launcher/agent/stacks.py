@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from ...core.events import StackLine, ThreadSeen
+from ...core.events.rank_standing import StackLine, ThreadSeen
 from ...core.host import stat_fields
 from ...core.recorder import stalls
 

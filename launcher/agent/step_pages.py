@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ...core.events import Definition, UnmovedWeights, ZeroedGradients
+from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
+from ...core.events.definitions import Definition
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.step_effects import StepEffects

@@ -21,8 +21,9 @@ import numpy
 
 from ...core.gpu.nvml_child import SampleLine
 from ...core.guest.threads import start_thread
+from ...core.wire.beat import GpuNow, HostNow
 from ...core.wire.columns import pack_samples
-from ...core.wire.messages import GpuNow, HostNow, SeriesName, TelemetryMessage
+from ...core.wire.messages import SeriesName, TelemetryMessage
 from .batch_history import spread, thinned
 from .gpus import GpuWatch
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks

@@ -17,7 +17,7 @@ from pathlib import Path
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.tests.worker.conftest import use_late_device
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import SecondRun
+from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.tests.worker.conftest import Watched, alone_in_a_group, watch
 from gpuwatch.worker.record.collectives import issued
 

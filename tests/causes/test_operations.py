@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpuwatch.collector.cause.operation_cause import of_range
 from gpuwatch.collector.cause.operation_rules import OPERATION_RULES, domain_advice, outside_domain
-from gpuwatch.core.events import BadOperation
+from gpuwatch.core.events.alarm_evidence import BadOperation
 from gpuwatch.worker.explain.operation_watch import OperationWatch
 
 from .operations import ROWS, MadeBadly

@@ -11,28 +11,19 @@ import msgspec
 import numpy
 import pytest
 from gpuwatch.collector.facts.kept_pages import KeptPage, PageCache, RankNames
-from gpuwatch.core.events import (
-    Anomaly,
-    Definition,
-    ModuleDef,
-    PreflightBegan,
-    PreflightResult,
-    PreflightStage,
-    RankInventoryEvent,
-    RootDef,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    ShapeDef,
-    SlotDef,
-    WorkerExit,
-)
+from gpuwatch.core.events.agent_events import WorkerExit
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.preflight_events import PreflightBegan, PreflightResult, PreflightStage, RankInventoryEvent
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
 from gpuwatch.core.preflight import PreflightFinding
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, NonFinite, ValueEncoding
+from gpuwatch.core.wire.beat import NodeBeat, RankState
 from gpuwatch.core.wire.columns import pack_samples
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
@@ -40,11 +31,9 @@ from gpuwatch.core.wire.messages import (
     AgentHello,
     EventMessage,
     NameDefinitions,
-    NodeBeat,
     NodeBye,
     PageMessage,
     PageSegment,
-    RankState,
     SeriesName,
     TelemetryMessage,
 )

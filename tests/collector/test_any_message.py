@@ -9,21 +9,11 @@ from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.stage_lines import StageLines
-from gpuwatch.core.events import (
-    BandwidthRows,
-    GpuCounters,
-    GpuHealth,
-    GpuXid,
-    IgnoredAlarm,
-    LimitForecast,
-    NodeSignal,
-    OwnFault,
-    PreflightResult,
-    RangeWarning,
-    ScalerSkip,
-    UnmovedWeights,
-    ZeroedGradients,
-)
+from gpuwatch.core.events.agent_events import LimitForecast, UnmovedWeights, ZeroedGradients
+from gpuwatch.core.events.alarms import IgnoredAlarm, RangeWarning, ScalerSkip
+from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid, NodeSignal
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.preflight_events import BandwidthRows, PreflightResult
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,8 +6,9 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
-from gpuwatch.collector.report.model import EarlierLife, Verdict
+from gpuwatch.collector.report.model import EarlierLife
 from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.run_files import RunPaths, earlier_lives, new_run
 from gpuwatch.collector.written_report import read_report
 from gpuwatch.core.verdicts import Certainty, VerdictKind

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.left_spools import has_new_spools
 from gpuwatch.collector.run_files import RunPaths, new_run
-from gpuwatch.core.events import AttemptNodes
+from gpuwatch.core.events.node_events import AttemptNodes
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, NodeBye, encode
 from gpuwatch.core.wire.spool import SpoolWriter
 

@@ -22,7 +22,8 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict, to_json
+from gpuwatch.collector.report.model import to_json
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.store import RunStore, Stored
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.recorder import layout

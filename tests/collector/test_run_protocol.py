@@ -22,20 +22,15 @@ from gpuwatch.collector.protocol import (
     StoreMessage,
 )
 from gpuwatch.core.errors import Code
-from gpuwatch.core.events import (
-    SECOND_RUN_S,
-    Anomaly,
-    CaptureFile,
-    ForwardCaptured,
-    NodeSignal,
-    RankLook,
-    RankStall,
-    RootDef,
-    RunPosition,
-    SecondRun,
-    StackLine,
-)
+from gpuwatch.core.events.agent_events import RankLook, RankStall
+from gpuwatch.core.events.alarm_evidence import SECOND_RUN_S, CaptureFile, ForwardCaptured, SecondRun
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import RootDef
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.stalls import ANSWER_S
+from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     AgentRefused,
@@ -43,7 +38,6 @@ from gpuwatch.core.wire.messages import (
     LookAtRanks,
     MessageAck,
     NameDefinitions,
-    NodeBeat,
     NodeBye,
     RunWelcome,
     StopRanks,

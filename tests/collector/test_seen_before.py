@@ -15,7 +15,7 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.finish import make_report, open_store, report_from_store
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.run_files import (
     RunOutcome,
     RunPaths,
@@ -25,7 +25,7 @@ from gpuwatch.collector.run_files import (
     read_outcome,
     seen_before,
 )
-from gpuwatch.core.events import ScriptError
+from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.text import command_for
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode

@@ -22,6 +22,7 @@ from gpuwatch.collector.run_files import exit_code, new_run
 from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.keys import agent_name, derive_keys
 from gpuwatch.core.wire.messages import (
     AgentLeaving,
@@ -29,7 +30,6 @@ from gpuwatch.core.wire.messages import (
     AgentRefused,
     JobResult,
     MessageAck,
-    NodeBeat,
     NodeBye,
     RunWelcome,
     decode_collector,

@@ -7,14 +7,16 @@ import pytest
 from gpuwatch.collector.finish import report_from_store
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.run_files import RunPaths
-from gpuwatch.collector.store import SCHEMA, RunStore
+from gpuwatch.collector.store import RunStore
+from gpuwatch.collector.store_tables import SCHEMA
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import ModuleDef, NodeSignal, RootDef, ShapeDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     EventMessage,
     NameDefinitions,
-    NodeBeat,
     NodeBye,
     PageMessage,
     PageSegment,

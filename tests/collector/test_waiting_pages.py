@@ -10,7 +10,8 @@ from gpuwatch.collector.protocol import RunProtocol
 from gpuwatch.collector.run_files import new_run
 from gpuwatch.collector.server import CollectorServer, WaitingPages
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
     AgentHello,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import FAULT_PARTS, costs_frames
+from gpuwatch.core.events.own_limits import FAULT_PARTS, costs_frames
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = re.compile(r'(?:_fault|_failed|_asked|OwnFault)\((?:[^"\n]*, )?"([^"\n]+)"')

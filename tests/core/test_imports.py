@@ -153,6 +153,8 @@ FLOORS = {
         "recorder",
         "gpu wire",
         "guest",
+        "judge.py events/log_entries.py",
+        "events",
         ".",
     ],
 }

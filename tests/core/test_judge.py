@@ -6,7 +6,8 @@ import itertools
 
 import msgspec
 import pytest
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.frames import Frame, Page, Row, RowMark
 from gpuwatch.core.judge import (
     PageSoFar,

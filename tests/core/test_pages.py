@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
 from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.pages import NameTable, decode_page

@@ -18,7 +18,8 @@ from gpuwatch.cli.main import explain
 from gpuwatch.cli.replay import replay
 from gpuwatch.cli.report import report
 from gpuwatch.cli.submit import arguments_of, options_of
-from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
+from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.views.frame_export import ExportRow
 from gpuwatch.core.errors import ExitCode
 from gpuwatch.core.verdicts import VerdictKind

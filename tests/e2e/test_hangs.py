@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import RankStall
+from gpuwatch.core.events.agent_events import RankStall
 from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.launcher.agent.rank_stalls import LEAST_S, UNTIL_KNOWN_S
 

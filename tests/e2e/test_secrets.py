@@ -8,7 +8,7 @@ import sys
 import pytest
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import RankInventoryEvent
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import AgentHello, EventMessage
 

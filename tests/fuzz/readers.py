@@ -29,7 +29,10 @@ with atheris.instrument_imports(include=["gpuwatch"]):
     from gpuwatch.collector.store import RunStore
     from gpuwatch.collector.written_report import read_report
     from gpuwatch.core.errors import GpuwatchError
-    from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, ShapeDef, SlotDef
+    from gpuwatch.core.events.alarms import Anomaly
+    from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
+    from gpuwatch.core.events.run_position import RunPosition
+    from gpuwatch.core.events.script_events import ScriptExit
     from gpuwatch.core.recorder.layout import NOTHING, file_name
     from gpuwatch.core.recorder.writer import RecorderWriter
     from gpuwatch.core.values import ValueEncoding

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpuwatch.core.events import ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding

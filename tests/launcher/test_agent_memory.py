@@ -6,7 +6,8 @@ import signal
 
 import psutil
 import pytest
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.layout import FRAMES_PER_SEGMENT
 from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.messages import EventMessage, PageMessage

@@ -12,7 +12,8 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded
 
 DISTURBED_S = 12.0

@@ -19,7 +19,9 @@ from click.testing import CliRunner
 from gpuwatch.cli.report import report as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import Anomaly, BatchInputs, RangeWarning, RunPosition
+from gpuwatch.core.events.alarm_evidence import BatchInputs
+from gpuwatch.core.events.alarms import Anomaly, RangeWarning
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.run_folder import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted

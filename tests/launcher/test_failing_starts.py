@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
 from gpuwatch.launcher.agent.process_ends import where_it_is

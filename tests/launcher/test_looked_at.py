@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.views.publisher import job_viewer
-from gpuwatch.core.wire.messages import HotModule, NodeBeat, unpack_list
+from gpuwatch.core.wire.beat import HotModule, NodeBeat, unpack_list
 
 from ..waiting import until
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Anomaly
+from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.wire.messages import EventMessage
 from truths import ANY, Scenario
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 
 
 @dataclass

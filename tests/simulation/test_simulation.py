@@ -6,7 +6,7 @@ Nor is a rank named in which nothing was bad. `python -m pytest tests/simulation
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 
 from .oracle import Oracle

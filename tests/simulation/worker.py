@@ -9,19 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpuwatch.core.events import (
-    Anomaly,
-    ModuleDef,
-    NotLookedInto,
-    OwnFault,
-    RangeWarning,
-    RootDef,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    SlotDef,
-    UnmeasuredTensor,
-)
+from gpuwatch.core.events.alarms import Anomaly, RangeWarning
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault, UnmeasuredTensor
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name, seal
 from gpuwatch.core.recorder.writer import RecorderWriter

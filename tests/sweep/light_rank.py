@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ShapeDef, SlotDef
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState
 from gpuwatch.core.recorder.writer import RecorderWriter

@@ -11,8 +11,10 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.facts import RunFacts
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
-from gpuwatch.core.events import Anomaly, OwnFault, WorkerEvent
+from gpuwatch.collector.report.verdict import Verdict
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.log_entries import WorkerEvent
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.frames import Frame, Page, Row
 from gpuwatch.core.recorder.layout import file_name
 from gpuwatch.core.recorder.pages import NameTable, decode_page

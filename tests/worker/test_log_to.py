@@ -9,7 +9,7 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker import log_to as module
 from torch import nn

@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch.distributed
-from gpuwatch.core.events import RankInventoryEvent, ScriptError, ScriptExit
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings

@@ -202,6 +202,8 @@ class CudaDevice:
 
 
 _KINDS: dict[str, Callable[[], StatsDevice]] = {CudaDevice.type: CudaDevice}
+DLPACK_TYPES = {"cpu": 1, CudaDevice.type: 10 if torch.version.hip else 2}
+"""DLDeviceType of dlpack.h"""
 
 
 def has_ended(driver: StatsDevice, key: StreamKey, stream: Any) -> bool:

@@ -34,14 +34,13 @@ from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .captured_rows import CapturedRows, GraphReads
-from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
+from .device import CLOSE_S, DLPACK_TYPES, StatsDevice, StreamKey, device_for, has_ended, without_modes
 from .kernel_launcher import KernelLauncher
 from .passed_readings import PassedReadings
 from .reader_check import ReaderChecks
 from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .torch_reader import (
-    DLPACK_TYPES,
     FROM_GRAPH,
     KnownWeight,
     PackedRows,

@@ -28,7 +28,7 @@ from ..record.tensor_stats import (
     unwrapped,
     version_of,
 )
-from .device import without_modes
+from .device import DLPACK_TYPES, without_modes
 
 try:
     from ..native.core import readings as _native_readings
@@ -214,8 +214,6 @@ _SIZE_OF_ROW = 3 * 8
 _GONE = CODES[torch.float32], 0
 """As dtype and count: a weight that is gone, or was changed since, is not read. Its earlier numbers are kept."""
 _TYPES = _TENSOR, _PARAMETER
-DLPACK_TYPES = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
-"""DLDeviceType of dlpack.h"""
 _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.frames import Row, RowKind
 from ...core.roles import RoleKind, parse_role
 from ..device.device import without_modes

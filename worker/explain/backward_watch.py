@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from .code_place import CallSite, CodePlace, is_users_file, place_of

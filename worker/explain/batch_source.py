@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import BatchSource, RunPosition
+from ...core.events.alarm_evidence import BatchSource
+from ...core.events.run_position import RunPosition
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..device.device import without_modes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.events import CaptureFile
+from ...core.events.alarm_evidence import CaptureFile
 from ...core.guest.own_files import standard_streams_taken, write_whole
 from ...core.guest.threads import AwaitedThread
 from ...core.signal_errors import from_outside, suppress_own

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.frames import FramePhase
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch

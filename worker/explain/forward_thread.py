@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ...core.events import SECOND_RUN_S, BadOperation, OperandNumbers, operation_text
+from ...core.events.alarm_evidence import SECOND_RUN_S, BadOperation, operation_text
+from ...core.events.read_tensors import OperandNumbers
 from ...core.frames import Row, format_number
 from ...core.guest.tell import is_leaving
 from ...core.guest.threads import SECOND_RUN, AwaitedThread

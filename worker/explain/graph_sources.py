@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...core.events import OwnCodeModule
+from ...core.events.looked_again import OwnCodeModule
 from ...core.frames import Frame, Row, RowKind
 from ...core.roles import RoleKind
 from ..record.autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, next_node, outwards, shapes_of

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from ...core.events import GraphNode
+from ...core.events.looked_again import GraphNode
 from ..record.autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, shapes_of
 
 _MOST_TOLD = 200

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ...core.events import OddSamples
+from ...core.events.alarm_evidence import OddSamples
 from ..record.names import inputs_of
 
 LARGER = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ...core.events import OperandNumbers
+from ...core.events.read_tensors import OperandNumbers
 from ...core.frames import RowKind
 from ...core.values import Value, name_of
 from ..device.device import without_modes

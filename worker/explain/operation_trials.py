@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ...core.events import NOTHING, CauseTrial
+from ...core.events.alarm_evidence import NOTHING, CauseTrial
 from ...core.signal_errors import from_outside
 from ..record.bad_elements import first_of
 from .operands import numbers_of

@@ -24,7 +24,8 @@ from msgspec.structs import replace
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...core.events import BadOperation, OperandNumbers
+from ...core.events.alarm_evidence import BadOperation
+from ...core.events.read_tensors import OperandNumbers
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite

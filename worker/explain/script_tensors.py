@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from ...core.events import ScriptTensor
+from ...core.events.read_tensors import ScriptTensor
 from ...core.signal_errors import suppress_own
 from ..device.device import is_at_rest, without_modes
 from .code_place import is_users_file

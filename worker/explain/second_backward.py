@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree
 
-from ...core.events import BadOperation
+from ...core.events.alarm_evidence import BadOperation
 from ...core.frames import FramePhase, Row
 from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind

@@ -22,16 +22,8 @@ import msgspec
 import torch
 from torch import nn
 
-from ...core.events import (
-    BadWeight,
-    GraphNode,
-    HeldValue,
-    LookedAgain,
-    OperandNumbers,
-    OwnCodeModule,
-    ReducedElement,
-    ScriptTensor,
-)
+from ...core.events.looked_again import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule
+from ...core.events.read_tensors import OperandNumbers, ReducedElement, ScriptTensor
 from ...core.frames import FramePhase, RowKind, format_number, module_text
 from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import (
+from ...core.events.alarm_evidence import (
     NOTHING,
     SAMPLES,
     SECOND_RUN_S,

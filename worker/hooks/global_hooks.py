@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from ...core.events import RunPosition
+from ...core.events.run_position import RunPosition
 from ...core.frames import FramePhase
 from ...core.recorder.layout import NOTHING, HeadField
 from ...core.signal_errors import then_put_back

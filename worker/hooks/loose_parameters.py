@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.events import LooseParameters
+from ...core.events.own_limits import LooseParameters
 from ...core.frames import FramePhase
 from ...core.roles import param_group
 from ..device.device import is_on_device

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ...core.errors import JobEnded
-from ...core.events import BatchInputs
+from ...core.events.alarm_evidence import BatchInputs
 from ...core.frames import FramePhase
 from ...core.guest.tell import tell
 from ...core.recorder.layout import HeadField, RankPhase

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...core.events import OwnFault
+from ...core.events.own_limits import OwnFault
 from ...core.frames import FramePhase, RowKind, RowMark
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...core.events import UnreadStates
+from ...core.events.own_limits import UnreadStates
 from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage

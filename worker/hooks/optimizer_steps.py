@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import OptimizerStep
+from ...core.events.looked_again import OptimizerStep
 from ...core.frames import Frame, FramePhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import Role, RoleKind, parse_role

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...core.events import NotLookedInto
+from ...core.events.own_limits import NotLookedInto
 from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField
 from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward

@@ -19,7 +19,8 @@ from typing import NoReturn
 
 import msgspec
 
-from ...core.events import PreflightBegan, RunPosition
+from ...core.events.preflight_events import PreflightBegan
+from ...core.events.run_position import RunPosition
 from ...core.guest.own_imports import path_as_given
 from ...core.host import die_with_parent
 from ...core.identity import RankIdentity

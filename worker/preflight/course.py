@@ -13,15 +13,15 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.errors import Code
-from ...core.events import (
+from ...core.events.own_limits import OwnFault
+from ...core.events.preflight_events import (
     BandwidthRows,
-    OwnFault,
     PreflightBegan,
     PreflightStage,
     RankInventoryEvent,
     RankOutcome,
-    RunPosition,
 )
+from ...core.events.run_position import RunPosition
 from ...core.host import host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import Grade, PreflightFinding

@@ -16,7 +16,8 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from ...core.errors import Code, ExitCode, coded
-from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
+from ...core.events.own_limits import OwnFault
+from ...core.events.preflight_events import PreflightBegan, PreflightResult, RankOutcome
 from ...core.guest.own_imports import own_command
 from ...core.guest.tell import say
 from ...core.host import host_name, lines_until

@@ -17,7 +17,14 @@ from typing import Literal
 
 import msgspec
 
-from ...core.events import BandwidthRows, OwnFault, PreflightBegan, PreflightStage, RankInventoryEvent, RankOutcome
+from ...core.events.own_limits import OwnFault
+from ...core.events.preflight_events import (
+    BandwidthRows,
+    PreflightBegan,
+    PreflightStage,
+    RankInventoryEvent,
+    RankOutcome,
+)
 from ...core.preflight import BandwidthRow, InventoryFacts, PreflightFinding
 
 _LOCAL = ("arrive", "consistency", "health", "allocation")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import EVERYTHING, ReducedElement
+from ...core.events.alarm_evidence import EVERYTHING
+from ...core.events.read_tensors import ReducedElement
 from ...core.frames import RowKind
 from ...core.signal_errors import suppress_own
 from ...core.values import DTYPE_MAX, Value

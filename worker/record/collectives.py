@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...core.events import IssuedMoment, RunPosition
+from ...core.events.alarms import IssuedMoment
+from ...core.events.run_position import RunPosition
 from ...core.signal_errors import from_outside
 
 if TYPE_CHECKING:

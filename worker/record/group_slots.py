@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from ...core.events import NotedCollective
+from ...core.events.alarms import NotedCollective
 from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.events import LedNowhere
+from ...core.events.alarms import LedNowhere
 from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group

@@ -14,20 +14,11 @@ from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
 
 from ...core.errors import Code, ExitCode, OverflowDetected, coded
-from ...core.events import (
-    SELF_CHECK,
-    AbsorbedValue,
-    Anomaly,
-    IgnoredAlarm,
-    LedNowhere,
-    LookedAgain,
-    OptimizerStep,
-    OwnFault,
-    RangeWarning,
-    RankInventoryEvent,
-    RunPosition,
-    ScalerSkip,
-)
+from ...core.events.alarms import AbsorbedValue, Anomaly, IgnoredAlarm, LedNowhere, RangeWarning, ScalerSkip
+from ...core.events.looked_again import LookedAgain, OptimizerStep
+from ...core.events.own_limits import SELF_CHECK, OwnFault
+from ...core.events.preflight_events import RankInventoryEvent
+from ...core.events.run_position import RunPosition
 from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
 from ...core.guest.tell import say
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at

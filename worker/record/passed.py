@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import MOST_PASSED, MOST_PASSED_ALIKE, PassedTensor, RunPosition
+from ...core.events.across_ranks import MOST_PASSED, MOST_PASSED_ALIKE, PassedTensor
+from ...core.events.run_position import RunPosition
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import HeadField, seal

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.errors import Code, coded
-from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
+from ...core.events.own_limits import CompiledUnseen, OwnFault
+from ...core.events.run_position import RunPosition
+from ...core.events.script_events import MeshCoordinates
 from ...core.frames import Frame
 from ...core.guest.tell import say
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase

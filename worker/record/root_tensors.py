@@ -19,7 +19,8 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from ...core.events import HashFlag, HeldValue, ReplicaHashes
+from ...core.events.across_ranks import HashFlag, ReplicaHashes
+from ...core.events.looked_again import HeldValue
 from ...core.frames import FramePhase
 from ...core.judge import STATISTICS
 from ...core.recorder.writer import OpenPage

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.bad_values import NAMED_BY_SCRIPT
-from ...core.events import ModuleDef, RootDef
+from ...core.events.definitions import ModuleDef, RootDef
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from .names import ModuleSelection, class_of, unwrap, walk, wrapped_child

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from ...core.events import RunPosition, ShapeDef, SlotDef, UnmeasuredTensor
+from ...core.events.definitions import ShapeDef, SlotDef
+from ...core.events.own_limits import UnmeasuredTensor
+from ...core.events.run_position import RunPosition
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import RowTuple

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....core.events import CauseTrial, OddSamples
+from ....core.events.alarm_evidence import CauseTrial, OddSamples
 from ....core.frames import format_number
 from ....core.text import numbers_text
-from ..model import OverflowCause
 from ..sentence_parts import counted
+from ..verdict import OverflowCause
 
 _MOST_CELLS = 128
 _OF = {"operation": "the operation alone", "forward": "the forward"}

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ....core.frames import LOSS_MODULE, format_number
 from ....core.values import DTYPE_MAX
-from ..model import ModuleForecast, RunReport
+from ..model import RunReport
+from ..run_figures import ModuleForecast
 from ..side_by_side import rank_to_show, side_by_side
 
 WIDTH, HEIGHT = 640, 330

@@ -14,9 +14,11 @@ from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
-from ..model import ModulesByRanks, RankReport, RunReport, StageCell
+from ..model import RankReport, RunReport
 from ..notices_text import stage_rows
+from ..preflight_table import StageCell
 from ..rank_states import state_text
+from ..run_figures import ModulesByRanks
 from ..sentence_parts import grouped
 from ..side_by_side import ModuleCell, SideBySideRow, rank_to_show, side_by_side
 

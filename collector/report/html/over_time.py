@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ....core.identity import rank_name
 from ....core.wire.columns import METRICS
-from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
+from ..model import RunReport, TimelineEntry
+from ..run_figures import FigureSeries, NodeFigures
 from ..sentence_parts import counted, grouped, share_text, size_text, when_text
 from .chart import svg_path
 

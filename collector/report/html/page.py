@@ -21,13 +21,13 @@ from ....core.frames import Row, RowKind, format_number
 from ....core.signal_errors import from_outside
 from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
-from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..operation_line import operation_in
 from ..rank_states import state_text
-from ..report_sections import is_open, sections_of
+from ..report_sections import LINES, is_open, sections_of
 from ..sentence_parts import bytes_text, elapsed_text
+from ..shared_lines import capture_lines, cascade_lines, concurrent_lines, first_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .cause_parts import sample_strip, trial_rows
 from .chart import OutputChart, along_the_calls, over_the_batches
@@ -74,13 +74,13 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
     texts, left_out = _frame_texts(report)
-    attempts, earlier = text_report.attempt_lines(report), text_report.earlier_lines(report)
+    section_lines = {section: lines(report) for section, lines in LINES.items()}
     trouble, notices = list(trouble_lines(report)), notice_lines(report)
     lost = [rank for rank in report.ranks if rank.lost.total]
     found_lanes, telemetry = lanes(report), report.telemetry
     codes = _codes_of(report, [*trouble, *notices])
     counts = {
-        ReportSection.ATTEMPTS: len(attempts) + len(earlier),
+        **{section: len(lines) for section, lines in section_lines.items()},
         ReportSection.RANKS: len(report.everyone),
         ReportSection.PREFLIGHT: len(report.preflight.findings),
         ReportSection.NOTES: len(trouble) + len(notices),
@@ -104,6 +104,7 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
             )
             for section in sections_of(report)
         ],
+        section_lines=section_lines,
         counts=counts,
         style=Markup(style),
         script=Markup(script),
@@ -112,11 +113,9 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
         picture=picture_of(report),
         samples=sample_strip(report.verdict.cause),
         trials=trial_rows(report.verdict.cause),
-        capture=text_report.capture_lines(report.verdict.capture),
-        concurrent=text_report.concurrent_lines(report.verdict.concurrent),
-        cascade=text_report.cascade_lines(report.verdict.cascade),
-        attempts=attempts,
-        earlier=earlier,
+        capture=capture_lines(report.verdict.capture),
+        concurrent=concurrent_lines(report.verdict.concurrent),
+        cascade=cascade_lines(report.verdict.cascade),
         trouble=trouble,
         notices=notices,
         heat=heat_map(report),
@@ -153,7 +152,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
+    filters = {"first": first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
     environment.filters.update(
         filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration, state=state_text
     )

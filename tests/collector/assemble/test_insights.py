@@ -12,8 +12,8 @@ from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.facts.kept_pages import OpenHistory
 from gpuwatch.collector.report import model as insight
-from gpuwatch.collector.report.model import HeatModule
-from gpuwatch.core.events import RangeWarning, ScalerSkip
+from gpuwatch.collector.report.run_figures import HeatModule
+from gpuwatch.core.events.alarms import RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
 BATCHES = 20

@@ -8,7 +8,9 @@ from gpuwatch.collector.assemble.slow_lines import where_it_was
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import RunPosition, SeenLine, SlowRankLooks, StackLine
+from gpuwatch.core.events.agent_events import SeenLine, SlowRankLooks
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import EventMessage
 
 from .test_slow_rank_in_report import rank_of

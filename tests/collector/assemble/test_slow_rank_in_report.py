@@ -7,7 +7,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.assemble.stragglers import step_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import RankInventoryEvent, StepTimes
+from gpuwatch.core.events.agent_events import StepTimes
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.recorder.layout import TimedStep
 from gpuwatch.core.wire.columns import pack_steps

@@ -7,8 +7,11 @@ import struct
 import pytest
 from gpuwatch.collector.assemble.step_remarks import gradients_zeroed, weights_unmoved
 from gpuwatch.collector.facts.facts import RankFacts
-from gpuwatch.core.events import LooseParameters, ReplicaHashes, RunPosition, UnmovedWeights, ZeroedGradients
-from gpuwatch.core.wire.messages import RankState
+from gpuwatch.core.events.across_ranks import ReplicaHashes
+from gpuwatch.core.events.agent_events import UnmovedWeights, ZeroedGradients
+from gpuwatch.core.events.own_limits import LooseParameters
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.wire.beat import RankState
 from msgspec.structs import replace
 
 TABLE = ["w fc1.weight float32 [4, 4]", "w fc2.weight float32 [4, 4]", "b mean float32 [8]"]

@@ -8,7 +8,9 @@ from gpuwatch.collector.assemble.node_telemetry import MOST_ALIKE, MOST_NODES, M
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import RankLook, RunPosition, StackLine
+from gpuwatch.core.events.agent_events import RankLook
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, decode_agent, encode
 from msgspec.structs import replace
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import LookedAgain
+from gpuwatch.core.events.looked_again import LookedAgain
 
 
 def judged(make, again=None, *, step=3, weights=True, later=(), **place):

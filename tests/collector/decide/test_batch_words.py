@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.batch_words import source_line
-from gpuwatch.core.events import BatchSource, RunPosition
+from gpuwatch.core.events.alarm_evidence import BatchSource
+from gpuwatch.core.events.run_position import RunPosition
 
 HERE = RunPosition(1, batch=5)
 FOUND = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import RankInventoryEvent
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 

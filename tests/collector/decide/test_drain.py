@@ -8,10 +8,12 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import advice, decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryEvent
+from gpuwatch.core.events.node_events import GpuCounters, GpuXid, NodeSignal
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.gpu.counters import XIDS
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
+from gpuwatch.core.wire.batch_job import SchedulerJob
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
 from gpuwatch.launcher.scheduler_job import SchedulerFacts
 from gpuwatch.launcher.slurm_variables import SLURM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.passed_values import RankSummand, element_line
-from gpuwatch.core.events import ReducedElement
+from gpuwatch.core.events.read_tensors import ReducedElement
 
 HALF = "; their sum is beyond 65504 (float16)"
 PART = "; some of them alone are beyond 65504 (float16)"

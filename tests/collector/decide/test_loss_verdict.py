@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import HeldValue, LookedAgain, OperandNumbers, OwnCodeModule, ScriptTensor
+from gpuwatch.core.events.looked_again import HeldValue, LookedAgain, OwnCodeModule
+from gpuwatch.core.events.read_tensors import OperandNumbers, ScriptTensor
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE, RowMark
 
 SEARCHED = LookedAgain(own_code_of="output")

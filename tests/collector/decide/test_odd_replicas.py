@@ -9,7 +9,8 @@ import pytest
 from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.decide.odd_replicas import odd_tensors
 from gpuwatch.collector.facts.facts import RankFacts, RunFacts
-from gpuwatch.core.events import HashFlag, ReplicaHashes, RunPosition
+from gpuwatch.core.events.across_ranks import HashFlag, ReplicaHashes
+from gpuwatch.core.events.run_position import RunPosition
 
 R, W = int(HashFlag.REPLACED), int(HashFlag.WRITTEN)
 TABLE = ["w fc1.weight float32 [4, 4]", "w fc2.weight float32 [4, 4]", "b rotary.inv_freq float32 [8]"]

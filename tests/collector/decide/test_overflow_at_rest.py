@@ -6,7 +6,8 @@ import pytest
 from gpuwatch.collector.decide.overflow_at_rest import overflow_at_rest
 from gpuwatch.collector.decide.overflow_verdict import overflow_verdict
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.wire.messages import EventMessage, NodeBeat
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import EventMessage
 
 
 def at_rest(make, batch, *, newest, anomaly=False):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from gpuwatch.collector.decide.diagnosis_order import DiagnosisOrder, reason
 from gpuwatch.collector.facts.diagnosis import LocalDiagnosis, from_event
-from gpuwatch.core.events import IssuedMoment
+from gpuwatch.core.events.alarms import IssuedMoment
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,10 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import IssuedMoment, LookedAgain, NotedCollective, OperandNumbers, PassedTensor, ScriptTensor
+from gpuwatch.core.events.across_ranks import PassedTensor
+from gpuwatch.core.events.alarms import IssuedMoment, NotedCollective
+from gpuwatch.core.events.looked_again import LookedAgain
+from gpuwatch.core.events.read_tensors import OperandNumbers, ScriptTensor
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE
 from gpuwatch.core.wire.messages import EventMessage
 

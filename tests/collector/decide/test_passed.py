@@ -6,7 +6,8 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.facts.words import fields_of
-from gpuwatch.core.events import PassedTensor, ReducedElement
+from gpuwatch.core.events.across_ranks import PassedTensor
+from gpuwatch.core.events.read_tensors import ReducedElement
 from gpuwatch.core.wire.messages import EventMessage
 
 HUGE = 2e38

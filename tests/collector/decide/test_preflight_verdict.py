@@ -6,9 +6,10 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.run_files import exit_code
-from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid, NodeSignal, RankInventoryEvent
+from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid, NodeSignal
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 

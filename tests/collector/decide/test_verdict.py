@@ -8,21 +8,12 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import (
-    CaptureFile,
-    ForwardCaptured,
-    GroupState,
-    LeftGroup,
-    LooseParameters,
-    NodeSignal,
-    NotLookedInto,
-    OwnFault,
-    RunPosition,
-    ScriptExit,
-    SecondRun,
-    UnmeasuredTensor,
-    UnreadStates,
-)
+from gpuwatch.core.events.alarm_evidence import CaptureFile, ForwardCaptured, SecondRun
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.own_limits import LooseParameters, NotLookedInto, OwnFault, UnmeasuredTensor, UnreadStates
+from gpuwatch.core.events.rank_standing import GroupState
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import LeftGroup, ScriptExit
 from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import LookedAgain, NotLookedInto, OptimizerStep, OwnFault
+from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
+from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from gpuwatch.collector.ends.hang_groups import find_by_groups
 from gpuwatch.collector.ends.hang_model import BACKWARD, RankPosition
-from gpuwatch.core.events import GroupState, IssuedOperation
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation
 
 WAITED = "have waited for 300 s"
 

@@ -3,7 +3,8 @@
 import pytest
 from gpuwatch.collector.ends.hang_finding import ending_of
 from gpuwatch.collector.ends.hang_model import HangFinding, HangPrognosis
-from gpuwatch.core.events import RankLook, RunPosition
+from gpuwatch.core.events.agent_events import RankLook
+from gpuwatch.core.events.run_position import RunPosition
 
 LIMIT_S = 100.0
 STUCK, WAIT, FREE = HangPrognosis("cannot go on"), HangPrognosis("all wait"), HangPrognosis("may go on", [1])

@@ -8,8 +8,11 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.ends.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
-from gpuwatch.core.events import GroupState, RunPosition, ScriptError, ScriptExit, WorkerExit
+from gpuwatch.collector.report.verdict import Verdict
+from gpuwatch.core.events.agent_events import WorkerExit
+from gpuwatch.core.events.rank_standing import GroupState
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import AgentBody, AgentHello, EventMessage, NodeBye
 
 S = 10**9

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 from gpuwatch.collector.ends.hang_finding import find_hang
-from gpuwatch.core.events import GroupState, IssuedOperation, RankLook, RunPosition, StackLine, WorkerExit
+from gpuwatch.core.events.agent_events import RankLook, WorkerExit
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
+from gpuwatch.core.events.run_position import RunPosition
 
 TORCH = "/site-packages/torch"
 MAIN = StackLine("/home/me/train.py", 60, "main", "main()")

@@ -7,17 +7,11 @@ import signal
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import (
-    GroupState,
-    IssuedOperation,
-    NodeSignal,
-    RankLook,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    StackLine,
-    WorkerExit,
-)
+from gpuwatch.core.events.agent_events import RankLook, WorkerExit
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 IN_ALL_REDUCE = [

@@ -8,7 +8,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.waiting_lines import EVERY_S, FIRST_S, OWN_FILES, ClockLines, WaitingLines
-from gpuwatch.core.events import NodeSignal
+from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 

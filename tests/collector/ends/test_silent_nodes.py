@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import RankLook, RunPosition, StackLine
-from gpuwatch.core.wire.messages import EventMessage, NodeBeat, NodeBye
+from gpuwatch.core.events.agent_events import RankLook
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 BARRIER = StackLine("/torch/distributed/distributed_c10d.py", 1, "barrier")
 OWN = StackLine("/home/me/train.py", 7, "main", "work()")

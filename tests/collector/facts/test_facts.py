@@ -4,7 +4,10 @@ import pytest
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.facts.forward_origin import diagnose
 from gpuwatch.collector.facts.kept_pages import KeptPage
-from gpuwatch.core.events import NodeSignal, OwnFault, PreflightResult, PreflightStage, RankOutcome
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.preflight_events import PreflightResult, PreflightStage, RankOutcome
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, PageSegment
 
 
@@ -213,3 +216,9 @@ def test_a_command_that_an_earlier_release_has_stored_is_masked(make):
     facts = fold([("a0", 1, make.hello(command=["gpuwatch", "launch", "train.py", "--token", "hunter2"]))])
 
     assert facts.hellos[0].command == ["gpuwatch", "launch", "train.py", "--token", "***"]
+
+
+def test_events_without_an_order_of_their_own_are_in_that_of_the_run(make):
+    told = [OwnFault(RunPosition(1, batch=n, page=n, time_ns=9 - n), "hook", f"{n}") for n in range(4)]
+    (rank,) = facts_of(make.hello(), *map(EventMessage, [told[2], told[0], told[3], told[1]])).of_attempt(0)
+    assert rank.faults == told

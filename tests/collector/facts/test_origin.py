@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from gpuwatch.collector.facts.diagnosis import from_event
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import BadWeight, HeldValue, LookedAgain, OwnCodeModule
+from gpuwatch.core.events.looked_again import BadWeight, HeldValue, LookedAgain, OwnCodeModule
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 from gpuwatch.collector.facts.kept_pages import START, RankNames, SharedNames
-from gpuwatch.core.events import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,7 +10,9 @@ from gpuwatch.collector.facts.fold import FactFold, fold, shown_body
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.stage_lines import StageLines
-from gpuwatch.core.events import OwnFault, RangeWarning, ScriptError
+from gpuwatch.core.events.alarms import RangeWarning
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.wire.messages import EventMessage
 
 FORGED = "x\x1b[2J\x9b\u202e\nVERDICT  clean, established\r"

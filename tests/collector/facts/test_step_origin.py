@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.facts.diagnosis import from_event
 from gpuwatch.collector.facts.forward_origin import origin_in_page
 from gpuwatch.collector.facts.step_origin import KnownStep, can_make_non_finite
-from gpuwatch.core.events import LookedAgain, OptimizerStep
+from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 
 
 def trained(make, *, weight=1.0, local=1.0, **place):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import BadOperation, OperandNumbers, SecondRun
+from gpuwatch.core.events.alarm_evidence import BadOperation, SecondRun
+from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 

@@ -20,7 +20,9 @@ from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.written_report import read_report
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import SELF_CHECK, NodeSignal, OwnFault, StepTimes
+from gpuwatch.core.events.agent_events import StepTimes
+from gpuwatch.core.events.node_events import NodeSignal
+from gpuwatch.core.events.own_limits import SELF_CHECK, OwnFault
 from gpuwatch.core.wire.columns import pack_steps
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.wire.spool import SpoolWriter

@@ -10,7 +10,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, PassedTensor, RangeWarning, ScalerSkip
+from gpuwatch.core.events.across_ranks import PassedTensor
+from gpuwatch.core.events.alarms import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
 

@@ -8,10 +8,13 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import ConcurrentOrigin, RunInsight
 from gpuwatch.collector.report.one_screen import MOST_LINES, screen_text
+from gpuwatch.collector.report.run_figures import RunInsight
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import OwnFault, RankLook, StackLine, WorkerExit
+from gpuwatch.collector.report.verdict import ConcurrentOrigin
+from gpuwatch.core.events.agent_events import RankLook, WorkerExit
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.rank_standing import StackLine
 from gpuwatch.core.verdicts import SHOWN, VerdictKind
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 

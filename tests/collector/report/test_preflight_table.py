@@ -12,7 +12,7 @@ from gpuwatch.collector.decide.preflight_verdict import preflight_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import BandwidthRows, RankInventoryEvent
+from gpuwatch.core.events.preflight_events import BandwidthRows, RankInventoryEvent
 from gpuwatch.core.preflight import STAGES, BandwidthRow, InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 

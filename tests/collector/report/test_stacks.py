@@ -8,7 +8,8 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.sentence_parts import thread_text
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import RankLook, StackLine, ThreadSeen, WorkerExit
+from gpuwatch.core.events.agent_events import RankLook, WorkerExit
+from gpuwatch.core.events.rank_standing import StackLine, ThreadSeen
 from gpuwatch.core.wire.messages import EventMessage
 
 WAITS = [StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.wire.messages import HotModule
+from gpuwatch.core.wire.beat import HotModule
 from gpuwatch.core.wire.view import JobView, NodeView, RankView, ViewEvent
 
 

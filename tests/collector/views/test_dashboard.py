@@ -15,7 +15,7 @@ from itertools import combinations
 import jsonschema
 import pytest
 from gpuwatch.collector.views.metrics_endpoint import MetricsExporter, OwnNumbers, text_of
-from gpuwatch.core.wire.messages import HotModule
+from gpuwatch.core.wire.beat import HotModule
 from gpuwatch.core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewStraggler
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -20,7 +20,7 @@ from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.views.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.events import MeshCoordinates
+from gpuwatch.core.events.script_events import MeshCoordinates
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, RankHistoryMessage, encode

@@ -13,7 +13,7 @@ from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.so_far import LiveForecast
-from gpuwatch.core.events import LimitForecast
+from gpuwatch.core.events.agent_events import LimitForecast
 from gpuwatch.core.wire.messages import EventMessage
 
 

@@ -6,7 +6,8 @@ import pytest
 from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.so_far import LEAST_S, LiveStragglers
 from gpuwatch.core.recorder.layout import PARTS
-from gpuwatch.core.wire.messages import NodeBeat, RankState, WatchSlowRank
+from gpuwatch.core.wire.beat import NodeBeat, RankState
+from gpuwatch.core.wire.messages import WatchSlowRank
 
 STEPS = 20
 """In each stretch."""

@@ -18,20 +18,18 @@ import zmq
 from gpuwatch.collector.run_files import new_run
 from gpuwatch.collector.views.metrics_endpoint import _MOST_SCRAPES, MetricsExporter, OwnNumbers, text_of
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.events import LimitForecast
+from gpuwatch.core.events.agent_events import LimitForecast
+from gpuwatch.core.wire.beat import HotModule, NodeBeat, pack_list
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
     AgentLeaving,
     AgentMessage,
     EventMessage,
-    HotModule,
     JobResult,
     MessageAck,
-    NodeBeat,
     NodeBye,
     decode_collector,
     encode,
-    pack_list,
 )
 from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
 from gpuwatch.core.wire.view import JobView, LimitPassing, RankView, ViewStraggler

@@ -13,10 +13,12 @@ from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.views.publisher import EVERY_S, ViewPublisher, job_viewer
 from gpuwatch.collector.views.snapshot import view_of
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import GpuXid, RankInventoryEvent
+from gpuwatch.core.events.node_events import GpuXid
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
+from gpuwatch.core.wire.beat import GpuNow, HostNow, HotModule, NodeBeat, pack_list
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import EventMessage, GpuNow, HostNow, HotModule, NodeBeat, pack_list
+from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 

@@ -7,9 +7,11 @@ import itertools
 import pytest
 from gpuwatch.collector.views.publisher import EVERY_S, ViewPublisher, stacks_viewer
 from gpuwatch.collector.views.snapshot import StacksRound, view_text
-from gpuwatch.core.events import RankLook, RunPosition, StackLine, ThreadSeen
+from gpuwatch.core.events.agent_events import RankLook
+from gpuwatch.core.events.rank_standing import StackLine, ThreadSeen
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.stalls import ANSWER_S
-from gpuwatch.core.wire.messages import NodeBeat, RankState, pack_list
+from gpuwatch.core.wire.beat import NodeBeat, RankState, pack_list
 from gpuwatch.core.wire.view import StacksView
 
 from .test_publisher import KEYS, context, door, publisher  # noqa: F401  fixtures

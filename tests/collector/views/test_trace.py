@@ -10,10 +10,13 @@ from itertools import pairwise
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.views.trace_export import write_trace
-from gpuwatch.core.events import GroupState, IssuedOperation, PreflightStage, RankLook, StackLine, StepTimes
+from gpuwatch.core.events.agent_events import RankLook, StepTimes
+from gpuwatch.core.events.preflight_events import PreflightStage
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
 from gpuwatch.core.recorder.layout import PARTS, TimedStep
+from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.columns import pack_starts, pack_steps, unpack_starts
-from gpuwatch.core.wire.messages import EventMessage, NodeBeat
+from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.launcher.agent.batch_history import RankStepTimes
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import RankLook, StackLine
-from gpuwatch.core.wire.messages import EventMessage, NodeBeat
+from gpuwatch.core.events.agent_events import RankLook
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import EventMessage
 
 from .test_trace import at, inside, timed, trace_of, went_well
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
+from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import XIDS, difference, meaning_of, since_preflight
 
 GPU, OTHER = "GPU-0000", "GPU-1111"

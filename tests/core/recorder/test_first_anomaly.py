@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField
 from gpuwatch.core.recorder.reader import RecorderReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from gpuwatch.core.events import GroupState, IssuedOperation
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation
 from gpuwatch.core.recorder.stalls import DeviceProgress, read_dump, with_device
 
 DONE, GIVEN = "completed", "scheduled"

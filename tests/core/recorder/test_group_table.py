@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from gpuwatch.core.events import IssuedOperation
+from gpuwatch.core.events.rank_standing import IssuedOperation
 from gpuwatch.core.recorder.group_table import (
     MEMBERS_BYTES,
     GroupField,

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import OwnFault, RunPosition
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter

@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, RunPosition, ScriptError, ScriptExit, ShapeDef, SlotDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.core.recorder.reader import HeldPage, NotReady, RecorderReader
@@ -656,7 +659,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.events import ModuleDef
+from gpuwatch.core.events.definitions import ModuleDef
 writer = RecorderWriter(Path(sys.argv[1]), rank=5, local_rank=0, world_size=8, attempt=0)
 writer.append(ModuleDef(0, 0, "fc", "Linear"))
 writer.begin_page(0, 8, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.events import StackLine
+from gpuwatch.core.events.rank_standing import StackLine
 from gpuwatch.core.recorder.stalls import (
     MOST_LINES,
     has_left_backward,

@@ -8,7 +8,7 @@ import zlib
 
 import numpy
 import pytest
-from gpuwatch.core.events import SlotDef
+from gpuwatch.core.events.definitions import SlotDef
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables

@@ -5,24 +5,68 @@ from typing import get_args
 
 import msgspec
 import pytest
-from gpuwatch.core import events as records
+from gpuwatch.core.events.across_ranks import PassedTensor, ReplicaHashes
+from gpuwatch.core.events.agent_events import (
+    LimitForecast,
+    RankLook,
+    RankStall,
+    SeenLine,
+    SlowRankLooks,
+    StepTimes,
+    UnmovedWeights,
+    WorkerExit,
+    ZeroedGradients,
+)
+from gpuwatch.core.events.alarm_evidence import (
+    BadOperation,
+    BatchInputs,
+    BatchSource,
+    CaptureFile,
+    ForwardCaptured,
+    SecondRun,
+)
+from gpuwatch.core.events.alarms import (
+    AbsorbedValue,
+    Anomaly,
+    IgnoredAlarm,
+    IssuedMoment,
+    NotedCollective,
+    RangeWarning,
+    ScalerSkip,
+)
+from gpuwatch.core.events.definitions import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.log_entries import Event
+from gpuwatch.core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from gpuwatch.core.events.own_limits import (
+    CompiledUnseen,
+    LooseParameters,
+    NotLookedInto,
+    OwnFault,
+    ReplacedFunctions,
+    UnmeasuredTensor,
+    UnreadStates,
+)
+from gpuwatch.core.events.preflight_events import (
+    BandwidthRows,
+    PreflightBegan,
+    PreflightResult,
+    PreflightStage,
+    RankInventoryEvent,
+)
+from gpuwatch.core.events.rank_standing import GroupState, HeardSignal, IssuedOperation, StackLine, ThreadSeen
+from gpuwatch.core.events.read_tensors import OperandNumbers
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import messages
-from gpuwatch.core.wire.messages import (
-    AgentHello,
-    AgentMessage,
-    EventMessage,
-    NameDefinitions,
-    NodeBeat,
-    NodeBye,
-    SchedulerJob,
-    WireError,
-)
+from gpuwatch.core.wire.batch_job import SchedulerJob
+from gpuwatch.core.wire.beat import NodeBeat, RankState
+from gpuwatch.core.wire.messages import AgentHello, AgentMessage, EventMessage, NameDefinitions, NodeBye, WireError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-HERE = records.RunPosition(
+HERE = RunPosition(
     rank=3,
     attempt=1,
     step=7,
@@ -34,35 +78,35 @@ HERE = records.RunPosition(
     clock={"0": 41, "dp né": 1 << 40},
 )
 ENTRIES = [
-    records.RootDef(0, "Net", 1),
-    records.ModuleDef(1, 0, "layer.0", "Linear"),
-    records.SlotDef(2, 1, "input[0]"),
-    records.ShapeDef(3, (2, 0, 5)),
+    RootDef(0, "Net", 1),
+    ModuleDef(1, 0, "layer.0", "Linear"),
+    SlotDef(2, 1, "input[0]"),
+    ShapeDef(3, (2, 0, 5)),
 ]
 EVENTS = [
-    records.SecondRun(
+    SecondRun(
         HERE,
-        records.BadOperation(
+        BadOperation(
             "aten.mul.Tensor",
             "layer.0",
             "model.py",
             87,
             "y = x * self.scale",
             [
-                records.OperandNumbers("float16", [2, 3], 3.2e3, "finite"),
-                records.OperandNumbers("number", None, None, "+inf"),
+                OperandNumbers("float16", [2, 3], 3.2e3, "finite"),
+                OperandNumbers("number", None, None, "+inf"),
             ],
-            records.OperandNumbers("float16", [2, 3], None, "+inf"),
+            OperandNumbers("float16", [2, 3], None, "+inf"),
             "everything",
             "MulBackward0",
             columns=(4, 18),
         ),
         eagerly=True,
     ),
-    records.SecondRun(HERE, unknown="a second run of the forward stayed finite"),
-    records.ForwardCaptured(HERE, records.CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
-    records.ForwardCaptured(HERE, records.CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
-    records.Anomaly(
+    SecondRun(HERE, unknown="a second run of the forward stayed finite"),
+    ForwardCaptured(HERE, CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
+    ForwardCaptured(HERE, CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
+    Anomaly(
         HERE,
         4,
         "layer.0",
@@ -77,44 +121,44 @@ EVENTS = [
         True,
         "why",
         3,
-        moments=[records.IssuedMoment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
-        collectives_before=[records.NotedCollective("0", 5, "all_reduce", "float32", True)],
+        moments=[IssuedMoment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
+        collectives_before=[NotedCollective("0", 5, "all_reduce", "float32", True)],
     ),
-    records.PassedTensor(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
-    records.RangeWarning(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
-    records.PassedTensor(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
-    records.LooseParameters(HERE, "SGD", 3, 1),
-    records.ReplicaHashes(HERE, 1, b"\x01\x02\x03\x04", b"\x01", ["w fc1.weight float32 [4, 4]"]),
-    records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
-    records.AbsorbedValue(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
-    records.NotLookedInto(HERE, "model", "LlamaModel"),
-    records.UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
-    records.CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
-    records.LooseParameters(HERE, "Adam", 2, 1),
-    records.UnreadStates(HERE, "AdamW", 7),
-    records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
-    records.BatchSource(HERE, "data.Images", [201, 14], {"path": ["a", "b"]}, 1, 5, 0, "", [14, 201]),
-    records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
-    records.ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
-    records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
-    records.ScriptExit(HERE, 3, handler=15),
-    records.LeftGroup(HERE),
-    records.MeshCoordinates(HERE, {"dp": 0, "tp": 3}),
-    records.PreflightBegan(HERE, "bandwidth", 30.0),
-    records.BandwidthRows(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
-    records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),
-    records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
-    records.RankInventoryEvent(HERE, "cpu", {"torch": "2.13.0"}),
-    records.OwnFault(HERE, "forward hook", "KeyError: 1"),
-    records.WorkerExit(HERE, None, "torchrun", "forward", heard=[records.HeardSignal(15, 9, 4, 77, 8)]),
-    records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
-    records.RankStall(HERE, 300.0),
-    records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01", 7, b"\x78"),
-    records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
-    records.ZeroedGradients(HERE, 2, 20, 9, "fc1", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19, True),
-    records.UnmovedWeights(HERE, 16, 40, 2, "fc1", "Linear", "weight", "float32", 0.5, 0.001, True),
-    records.SlowRankLooks(HERE, 46, [records.SeenLine(records.StackLine("/t.py", 3, "f", "g()"), 41, "g of h.py")]),
-    records.RankLook(
+    PassedTensor(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
+    RangeWarning(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
+    PassedTensor(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
+    LooseParameters(HERE, "SGD", 3, 1),
+    ReplicaHashes(HERE, 1, b"\x01\x02\x03\x04", b"\x01", ["w fc1.weight float32 [4, 4]"]),
+    ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
+    AbsorbedValue(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
+    NotLookedInto(HERE, "model", "LlamaModel"),
+    UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
+    CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
+    LooseParameters(HERE, "Adam", 2, 1),
+    UnreadStates(HERE, "AdamW", 7),
+    BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
+    BatchSource(HERE, "data.Images", [201, 14], {"path": ["a", "b"]}, 1, 5, 0, "", [14, 201]),
+    IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
+    ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
+    ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
+    ScriptExit(HERE, 3, handler=15),
+    LeftGroup(HERE),
+    MeshCoordinates(HERE, {"dp": 0, "tp": 3}),
+    PreflightBegan(HERE, "bandwidth", 30.0),
+    BandwidthRows(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
+    PreflightStage(HERE, "all_reduce", 0.25, "ring"),
+    PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
+    RankInventoryEvent(HERE, "cpu", {"torch": "2.13.0"}),
+    OwnFault(HERE, "forward hook", "KeyError: 1"),
+    WorkerExit(HERE, None, "torchrun", "forward", heard=[HeardSignal(15, 9, 4, 77, 8)]),
+    WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
+    RankStall(HERE, 300.0),
+    StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01", 7, b"\x78"),
+    LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
+    ZeroedGradients(HERE, 2, 20, 9, "fc1", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19, True),
+    UnmovedWeights(HERE, 16, 40, 2, "fc1", "Linear", "weight", "float32", 0.5, 0.001, True),
+    SlowRankLooks(HERE, 46, [SeenLine(StackLine("/t.py", 3, "f", "g()"), 41, "g of h.py")]),
+    RankLook(
         HERE,
         2,
         301.5,
@@ -123,21 +167,17 @@ EVENTS = [
         "Linear",
         "S",
         0.02,
-        [records.StackLine("/x/train.py", 7, "main", "step()")],
-        [
-            records.GroupState(
-                "0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [records.IssuedOperation(7, "send", "float32", 3, 1)]
-            )
-        ],
+        [StackLine("/x/train.py", 7, "main", "step()")],
+        [GroupState("0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [IssuedOperation(7, "send", "float32", 3, 1)])],
         60.0,
-        [records.StackLine("/x/libc.so.6", 0, "read")],
-        [records.ThreadSeen("loader", "S", "pipe_read", "read", "data.py:7 in load")],
+        [StackLine("/x/libc.so.6", 0, "read")],
+        [ThreadSeen("loader", "S", "pipe_read", "read", "data.py:7 in load")],
     ),
-    records.NodeSignal(15, 12),
-    records.AttemptNodes(1, "3f1c0a77b2de-1", ["n0", "n1"]),
-    records.GpuXid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
-    records.GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
-    records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
+    NodeSignal(15, 12),
+    AttemptNodes(1, "3f1c0a77b2de-1", ["n0", "n1"]),
+    GpuXid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
+    GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
+    GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
 ]
 BODIES = [
     messages.RankHistoryMessage(1, 0, 0, [3, 4], [3, 4], [7], b"\x01", b"\x10\x20"),
@@ -159,7 +199,7 @@ BODIES = [
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.PageSegment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
     messages.RankHistoryMessage(3, 1, 0, [7, 9], [6, 7], [4], b"\2", b"packed"),
     NodeBeat(
-        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 2, 3, 0.5, 4, 5, 6, 7)],
+        [RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 2, 3, 0.5, 4, 5, 6, 7)],
         {3: 2},
         5,
         -7,
@@ -189,10 +229,10 @@ def kind(struct) -> str:
 
 
 def test_the_samples_hold_every_struct_of_the_wire():
-    assert {type(event) for event in EVENTS} == set(get_args(records.Event))
+    assert {type(event) for event in EVENTS} == set(get_args(Event))
     assert {type(body) for body in BODIES} == set(get_args(messages.AgentBody))
     assert {type(answer) for answer in ANSWERS} == set(get_args(messages.CollectorMessage))
-    assert {type(entry) for entry in ENTRIES} == set(get_args(records.Definition))
+    assert {type(entry) for entry in ENTRIES} == set(get_args(Definition))
 
 
 @pytest.mark.parametrize("body", BODIES, ids=kind)
@@ -231,7 +271,7 @@ def test_an_operation_without_the_fields_that_were_added_later_is_read():
     operation = EVENTS[0].operation
     plain = msgspec.to_builtins(operation)
     required = {field.encode_name for field in msgspec.structs.fields(operation) if field.required}
-    decoded = msgspec.convert({name: plain[name] for name in required}, records.BadOperation)
+    decoded = msgspec.convert({name: plain[name] for name in required}, BadOperation)
     assert decoded == msgspec.structs.replace(operation, node="", columns=None)
 
 

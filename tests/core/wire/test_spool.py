@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import NodeSignal
+from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, NodeBye, PageMessage, PageSegment, encode
 from gpuwatch.core.wire.spool import SUFFIX, SpoolWriter, agent_of, keep_spools, read_spool
 from hypothesis import given, settings

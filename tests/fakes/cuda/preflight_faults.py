@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Verdict
-from gpuwatch.core.events import PreflightResult, RankOutcome, RunPosition
+from gpuwatch.collector.report.verdict import Verdict
+from gpuwatch.core.events.preflight_events import PreflightResult, RankOutcome
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.tests.needs import RELEASE
 from gpuwatch.worker.preflight.steps import PreflightEnd

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.core.events import NotLookedInto, OwnFault
+from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault
 from torch import nn
 
 STEPS, REPLAYED, BAD = 11, 2, 10

@@ -6,7 +6,7 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.frames import RowMark
 from test_gpuwatch import launch_script
 from torch import nn

@@ -14,7 +14,7 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
 from test_gpuwatch import SCRIPTS, launch_script
 from torch import distributed as dist
 from torch import nn

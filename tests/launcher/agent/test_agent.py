@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (

@@ -11,7 +11,10 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.errors import ExitCode
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder.layout import (
     EARLIER_GROUP_BYTES,
     EARLIER_GROUPS,

@@ -12,17 +12,12 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import (
-    Anomaly,
-    ModuleDef,
-    OwnFault,
-    RootDef,
-    RunPosition,
-    ScriptExit,
-    ShapeDef,
-    SlotDef,
-    WorkerExit,
-)
+from gpuwatch.core.events.agent_events import WorkerExit
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, file_name

@@ -7,22 +7,20 @@ import struct
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import LimitForecast, ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.agent_events import LimitForecast
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
+from gpuwatch.core.wire.beat import HotModule, NodeBeat, pack_list, unpack_list
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     EventMessage,
-    HotModule,
-    NodeBeat,
     PageMessage,
     RankHistoryMessage,
     decode_agent,
     encode,
-    pack_list,
-    unpack_list,
 )
 from gpuwatch.launcher.agent import batch_history as history
 from gpuwatch.launcher.agent.rank_watch import RankWatch

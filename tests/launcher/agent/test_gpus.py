@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
+from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import since_preflight
 from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 

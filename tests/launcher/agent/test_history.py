@@ -6,7 +6,8 @@ import itertools
 import struct
 
 import pytest
-from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef, costs_frames
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.own_limits import OwnFault, costs_frames
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE, FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader

@@ -8,8 +8,8 @@ import time
 
 import pytest
 from gpuwatch.core.gpu.nvml_child import SampleLine
+from gpuwatch.core.wire.beat import GpuNow, HostNow
 from gpuwatch.core.wire.columns import unpack_samples
-from gpuwatch.core.wire.messages import GpuNow, HostNow
 from gpuwatch.launcher.agent.gpus import GpuWatch
 from gpuwatch.launcher.agent.telemetry import AGAIN_S, SILENT_S, NodeTelemetry
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, WorkerExit
+from gpuwatch.core.events.agent_events import WorkerExit
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import OpenPage, RecorderWriter
 from gpuwatch.core.values import PENDING, ValueEncoding
-from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, NodeBeat, PageMessage, WantedBatch
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, WantedBatch
 from gpuwatch.launcher.agent.rank_pages import LAST_PAGES, PAGE_SENDS, PAGE_WAIT_S
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 

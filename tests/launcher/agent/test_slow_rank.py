@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from gpuwatch.core.events import StackLine
+from gpuwatch.core.events.rank_standing import StackLine
 from gpuwatch.core.recorder.group_table import GroupField, GroupPhase
 from gpuwatch.core.recorder.layout import HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter

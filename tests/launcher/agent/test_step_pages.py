@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, ShapeDef, SlotDef
 from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING
 from gpuwatch.core.recorder.page_tables import PageTables

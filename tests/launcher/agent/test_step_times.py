@@ -7,7 +7,7 @@ import zlib
 
 import numpy
 import pytest
-from gpuwatch.core.events import RunPosition
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, TimedStep, read_steps
 from gpuwatch.core.wire.columns import MOST_STEPS, pack_steps, unpack_steps
 from gpuwatch.launcher.agent.batch_history import BLOCK, RankStepTimes

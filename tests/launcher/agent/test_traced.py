@@ -7,12 +7,16 @@ from itertools import pairwise
 import pytest
 from gpuwatch.collector.finish import build
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
+from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
-from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBeat, NodeBye, PageMessage, WantedBatch, encode
+from gpuwatch.core.wire.beat import NodeBeat
+from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBye, PageMessage, WantedBatch, encode
 from gpuwatch.launcher.agent.rank_pages import TracedBatches
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 

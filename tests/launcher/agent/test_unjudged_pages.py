@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, SlotDef
+from gpuwatch.core.events.alarms import Anomaly
+from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter

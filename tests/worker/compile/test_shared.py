@@ -8,7 +8,7 @@ from collections import Counter
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.core.events import NotLookedInto
+from gpuwatch.core.events.own_limits import NotLookedInto
 from gpuwatch.worker.compile import dynamo
 from gpuwatch.worker.compile.region_parts import compiled_views
 from torch import nn

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
+from gpuwatch.core.events.alarms import IgnoredAlarm
+from gpuwatch.core.events.own_limits import NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.compile import dynamo
 from gpuwatch.worker.compile.region_parts import compiled_views

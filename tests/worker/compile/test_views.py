@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.events import CompiledUnseen, NotLookedInto
+from gpuwatch.core.events.own_limits import CompiledUnseen, NotLookedInto
 from gpuwatch.worker.compile import attach
 from gpuwatch.worker.compile import attach as traced
 from gpuwatch.worker.compile.region_parts import compiled_views

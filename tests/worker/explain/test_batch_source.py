@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.core.events import BatchSource
+from gpuwatch.core.events.alarm_evidence import BatchSource
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import ForwardCaptured, SecondRun
+from gpuwatch.core.events.alarm_evidence import ForwardCaptured, SecondRun
 from gpuwatch.worker.explain import reproduce
 from torch import nn
 

@@ -7,7 +7,7 @@ import math
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.core.events import HeldValue, OwnCodeModule
+from gpuwatch.core.events.looked_again import HeldValue, OwnCodeModule
 from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import SecondRun
+from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.worker.record import given_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

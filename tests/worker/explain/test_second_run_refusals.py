@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import SecondRun
+from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.record.bad_elements import pattern_of
 from gpuwatch.worker.record.collectives import issued

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import RangeWarning
+from gpuwatch.core.events.alarms import RangeWarning
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.judge import anomaly_of_page
 from gpuwatch.core.recorder.layout import HeadField

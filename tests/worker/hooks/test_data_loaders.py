@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpuwatch.core.events import BatchSource
+from gpuwatch.core.events.alarm_evidence import BatchSource
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

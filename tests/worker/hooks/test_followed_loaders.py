@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpuwatch.core.events import BatchSource
+from gpuwatch.core.events.alarm_evidence import BatchSource
 from gpuwatch.worker.hooks import data_loaders
 from gpuwatch.worker.patches import replaced
 from torch import nn

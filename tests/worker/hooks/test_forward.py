@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import IgnoredAlarm
+from gpuwatch.core.events.alarms import IgnoredAlarm
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.compile.region_parts import compiled_views
 from gpuwatch.worker.hooks.global_hooks import RunningCalls

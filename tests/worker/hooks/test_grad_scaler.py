@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import ScalerSkip
+from gpuwatch.core.events.alarms import ScalerSkip
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.recorder.layout import HeadField
 from torch import nn

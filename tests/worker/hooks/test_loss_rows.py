@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import RangeWarning
+from gpuwatch.core.events.alarms import RangeWarning
 from gpuwatch.core.frames import RowMark
 from torch import nn
 from torch.amp.grad_scaler import GradScaler

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.core.events import OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder import layout
 from gpuwatch.worker.hooks import backward as hooks_module

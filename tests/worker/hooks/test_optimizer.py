@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import LooseParameters
+from gpuwatch.core.events.own_limits import LooseParameters
 from gpuwatch.core.recorder.layout import HeadField
 from torch import nn
 

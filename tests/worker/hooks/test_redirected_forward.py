@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import ForwardCaptured, SecondRun
+from gpuwatch.core.events.alarm_evidence import ForwardCaptured, SecondRun
 from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import HeardSignal
+from gpuwatch.core.events.rank_standing import HeardSignal
 from gpuwatch.core.recorder.heard_signals import ENTRY, HEARD, HEARD_AT, HEARD_BYTES, read_heard
 
 from ...waiting import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.events import AbsorbedValue
+from gpuwatch.core.events.alarms import AbsorbedValue
 from torch import nn
 
 PATHS = ("native", "python", "late", "compiled")

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from gpuwatch.core.events import PassedTensor, ReducedElement
+from gpuwatch.core.events.across_ranks import PassedTensor
+from gpuwatch.core.events.read_tensors import ReducedElement
 from gpuwatch.worker.record import bad_elements
 from gpuwatch.worker.record.bad_elements import pattern_of
 from torch import distributed as dist

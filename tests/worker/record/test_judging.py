@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.events import RankInventoryEvent
+from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.recorder.own_pages import OwnPages
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import AbsorbedValue, LedNowhere
+from gpuwatch.core.events.alarms import AbsorbedValue, LedNowhere
 from torch import nn
 
 BATCHES = 3

@@ -8,7 +8,9 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.events import BadWeight, BatchInputs, HeldValue, LookedAgain, NotLookedInto, OwnCodeModule
+from gpuwatch.core.events.alarm_evidence import BatchInputs
+from gpuwatch.core.events.looked_again import BadWeight, HeldValue, LookedAgain, OwnCodeModule
+from gpuwatch.core.events.own_limits import NotLookedInto
 from torch import nn
 
 

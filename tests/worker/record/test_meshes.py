@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gpuwatch
-from gpuwatch.core.events import MeshCoordinates, OwnFault
+from gpuwatch.core.events.own_limits import OwnFault
+from gpuwatch.core.events.script_events import MeshCoordinates
 
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
 with gpuwatch.watch() as watch:

@@ -7,7 +7,8 @@ import math
 import numpy
 import pytest
 import torch
-from gpuwatch.core.events import HashFlag, HeldValue, ReplicaHashes
+from gpuwatch.core.events.across_ranks import HashFlag, ReplicaHashes
+from gpuwatch.core.events.looked_again import HeldValue
 from torch import nn
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.core.events import Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
+from gpuwatch.core.events.alarms import Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.frames import Frame
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.device import device

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.events import UnmeasuredTensor
+from gpuwatch.core.events.own_limits import UnmeasuredTensor
 from gpuwatch.worker.detect_overflow import measure_with_one_wait
 from torch import distributed as dist
 from torch import nn

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from gpuwatch.core.events import UnmeasuredTensor
+from gpuwatch.core.events.own_limits import UnmeasuredTensor
 from gpuwatch.core.frames import RowKind
 from gpuwatch.worker.device.device import without_modes
 from gpuwatch.worker.record.bad_elements import pattern_of

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from ....core.errors import Code
-from ....core.events import RankOutcome
+from ....core.events.preflight_events import RankOutcome
 from ....core.preflight import PreflightFinding, Subject
 from ....core.settings import WorkerSettings
 from ....core.text import ranks_text

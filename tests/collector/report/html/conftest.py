@@ -7,7 +7,10 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.core.events import LimitForecast, RangeWarning, RankLook, RunPosition, StackLine, WorkerExit
+from gpuwatch.core.events.agent_events import LimitForecast, RankLook, WorkerExit
+from gpuwatch.core.events.alarms import RangeWarning
+from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import EventMessage, NodeBye, RankHistoryMessage

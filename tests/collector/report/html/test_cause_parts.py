@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.report.html.cause_parts import sample_strip, trial_rows
-from gpuwatch.collector.report.model import OverflowCause
-from gpuwatch.core.events import CauseTrial, OddSamples
+from gpuwatch.collector.report.verdict import OverflowCause
+from gpuwatch.core.events.alarm_evidence import CauseTrial, OddSamples
 
 
 def cause(size=4, indices=(2,), before=1.0, trials=()):

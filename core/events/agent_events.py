@@ -1,0 +1,182 @@
+"""What a node agent tells of a rank: how it ended or stalled, and what it saw in the rank's recorder."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .rank_standing import GroupState, HeardSignal, StackLine, ThreadSeen
+from .run_position import RankEvent
+
+
+class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
+    """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
+
+    code: int | None
+    by: str
+    phase: str = ""
+    module: str | None = None
+    cls: str | None = None
+    groups: list[GroupState] = []
+    """Where it stood in its process groups."""
+    memory_kills: int = 0
+    """If SIGKILL ended the rank: how many processes of its node's memory cgroup the kernel has killed for lack of
+    memory since the run began."""
+    stack: list[StackLine] = []
+    """If a fatal signal ended the rank: the stack of the thread that received it, innermost call first."""
+    main: list[StackLine] = []
+    """The main thread's, if another one got the signal, or as it was just before the rank's launcher stopped it, as
+    another rank had failed."""
+    state: str = ""
+    """Of a rank that its launcher stopped: the process's state before, a letter as in /proc/PID/stat; "" is unknown."""
+    busy: float = 0.0
+    """And the share of one core that it used."""
+    still_s: float = 0.0
+    """Seconds since it had last recorded anything, when it was asked, or as it ended by itself; 0: unknown."""
+    shm_free: int = -1
+    """If SIGBUS ended the rank: bytes that were left in /dev/shm; -1: not known."""
+    ended_ns: int = 0
+    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when its agent saw the
+    process ending, or its launcher reported the end. 0: unknown."""
+    alive_ns: int = 0
+    """When its agent last saw the process not ending; 0: unknown. It ended between this and `ended_ns`."""
+    heard: list[HeardSignal] = []
+    """Signals that had reached handlers of its script."""
+
+
+class RankStall(RankEvent, frozen=True, tag="stalled"):
+    """A node agent saw a rank not move for longer than its limit."""
+
+    limit_s: float
+    timeout_s: float = 0.0
+    """Of its process group, which ends the job before its own limit would be reached; 0: the limit is its own."""
+
+
+class RankLook(RankEvent, frozen=True, tag="look"):
+    """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
+
+    number: int
+    """Which time of asking."""
+    still_s: float
+    """Seconds since the rank last moved, as its agent saw it."""
+    phase: str
+    module: str | None = None
+    cls: str | None = None
+    state: str = ""
+    """The process's state, a letter as in /proc/PID/stat; "" is unknown."""
+    busy: float = 0.0
+    """Share of one core that it used meanwhile."""
+    stack: list[StackLine] = []
+    """The main thread's calls, innermost first; [] if it did not answer."""
+    groups: list[GroupState] = []
+    """Where it stands in its process groups."""
+    limit_s: float = 0.0
+    """How long it may rest where it stands; 0: unknown."""
+    native: list[StackLine] = []
+    """If the rank did not answer: native calls inside the innermost call of `stack`, as py-spy reads them."""
+    threads: list[ThreadSeen] = []
+    """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
+
+
+class SeenLine(msgspec.Struct, frozen=True):
+    """A line of the script at which a rank was seen."""
+
+    line: StackLine
+    count: int
+    calls: str = ""
+    """What it called there in most of these looks, if that has frames of Python: `__next__ of dataloader.py`."""
+
+
+class SlowRankLooks(RankEvent, frozen=True, tag="slow_rank_looks"):
+    """Where a slow rank was in its own time, in which it waits for nobody. Its node agent sends it now and then, with
+    all looks so far."""
+
+    looks: int
+    lines: list[SeenLine] = []
+    """The most frequent ones first."""
+
+
+class StepTimes(RankEvent, frozen=True, tag="step_times"):
+    """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
+
+    timed: int
+    """Steps that were timed."""
+    total_s: list[float]
+    """Sum over all timed steps: seconds in each part (core/recorder/layout.py)."""
+    steps: bytes
+    """A sample of them, packed (core/wire/columns.py)."""
+    began_ns: int = 0
+    """When the first of all began, by the host's clock, to about 0.1 s; 0: not known, as some steps were not read."""
+    starts: bytes = b""
+    """When each of the sample began after that, packed; b"" where it is not known."""
+
+
+class LimitForecast(RankEvent, frozen=True, tag="forecast"):
+    """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/agent/forecast.py).
+
+    Its node agent sends it while the rank runs, once for each module, in the batch of `where`. It decides nothing.
+    """
+
+    module: str
+    cls: str
+    dtype: str
+    limit: float
+    abs_max: float
+    """In that batch."""
+    after: int
+    """The limit is passed this many batches later,"""
+    earliest: int
+    latest: int
+    since: int = 0
+    """The first batch that it was made from."""
+
+
+class ZeroedGradients(RankEvent, frozen=True, tag="zeroed_gradients"):
+    """An optimizer was handed nothing but zeros, where the backward had made others. `where` is the first such batch.
+
+    From `module` on it is about the largest of these gradients, and about the batch that has it.
+    """
+
+    batches: int
+    """In how many batches, of those with a step that were read."""
+    of: int
+    """How many these are."""
+    last: int
+    """The last such batch."""
+    module: str
+    cls: str
+    role: str
+    """`grad weight`"""
+    dtype: str
+    abs_max: float
+    """As the backward made it."""
+    norm_least: float = 0.0
+    """The norm of all gradients of that dtype in that batch is at least this,"""
+    norm_most: float = 0.0
+    """and at most this."""
+    is_scaled: bool = False
+    """A GradScaler has scaled the loss: these numbers contain its scale."""
+
+
+class UnmovedWeights(RankEvent, frozen=True, tag="unmoved_weights"):
+    """The weights of a root had the same numbers over many steps, with gradients all the time. `where`: the first."""
+
+    steps: int
+    """After how many of them the weights were seen,"""
+    of: int
+    """of this many."""
+    weights: int
+    """How many have a gradient, and were compared."""
+    module: str
+    """From here on: the weight with the largest number."""
+    cls: str
+    role: str
+    dtype: str
+    abs_max: float
+    abs_min: float
+    is_stepped: bool = False
+    """The optimizer that stepped has these weights, or one of them."""
+
+
+AgentEvent = (
+    WorkerExit | RankStall | RankLook | SlowRankLooks | StepTimes | LimitForecast | ZeroedGradients | UnmovedWeights
+)
