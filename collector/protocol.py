@@ -20,6 +20,7 @@ from ..core.events import (
     PreflightResult,
     RankLook,
     RankStall,
+    ScriptError,
     SecondRun,
     WorkerExit,
     split_label,
@@ -282,7 +283,7 @@ class RunProtocol:
 
     def _react_to_event(self, message: wire.EventMessage, now: float) -> list[Action]:
         event = message.event
-        if isinstance(event, RankStall | RankLook | WorkerExit):
+        if isinstance(event, RankStall | RankLook | WorkerExit | ScriptError):
             number = self.asking.on_message(event, now)
             return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:

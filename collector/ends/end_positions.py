@@ -31,14 +31,14 @@ def last_look(rank: RankFacts) -> RankLook | None:
     if interrupted:  # where it was, and no end of its own
         phase = "script"
     if error is not None and not (interrupted and stack):
-        stack, state, busy = _calls_of(error.traceback), "S", 0.0
+        stack, state, busy = calls_of(error.traceback), "S", 0.0
     elif exit_.by == "itself":
         stack, state, busy = [line for line in stack or exit_.stack if line.line], "S", 0.0
     where, groups = exit_.where, exit_.groups
     return RankLook(where, 0, exit_.still_s, phase, exit_.module, exit_.cls, state, busy, stack, groups)
 
 
-def _calls_of(traceback: str) -> list[StackLine]:
+def calls_of(traceback: str) -> list[StackLine]:
     """The calls in the text of a traceback, the innermost first."""
     found = [
         StackLine(match["file"], int(match["line"]), match["function"], (match["text"] or "").strip())

@@ -64,6 +64,7 @@ WAYS = [
     BadEnd("SIGBUS", ("lost",)),
     BadEnd("SIGILL", ("lost",)),
     BadEnd("SIGABRT", ("lost",)),
+    BadEnd("SIGTERM", ("lost",)),
     BadEnd("sleeps", ("hang",)),
     BadEnd("computes", ("hang",)),
     BadEnd("sleeps before init", ("hang", "crash", "lost")),
@@ -81,6 +82,9 @@ WAYS = [
     BadEnd("preempted: ranks", ("interrupted",), "nobody"),
     BadEnd("preempted: in a handler", ("interrupted",), "nobody"),
     BadEnd("preempted: one rank", ("interrupted",)),
+    BadEnd("preempted: no handler", ("interrupted",), "nobody"),
+    BadEnd("preempted: handler raises", ("interrupted",), "nobody"),
+    BadEnd("preempted: launch, handler raises", ("interrupted",), "nobody"),
 ]
 
 

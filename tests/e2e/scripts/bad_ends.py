@@ -32,16 +32,22 @@ def at_fault():
     told.rename(f"fault-{RANK}")
 
 
+class Preempted(Exception):
+    """What a handler raises."""
+
+
 class Preemption:
-    """SIGTERM comes from a process outside of the ranks; the script saves, and exits with 7."""
+    """SIGTERM comes from a process outside of the ranks; the script saves, and exits with 7, unless HOW says more."""
 
     def __init__(self):
         self.is_told = False
-        if HOW.startswith("preempted"):
+        if HOW.startswith("preempted") and "no handler" not in HOW:
             signal.signal(signal.SIGTERM, self.hear)
 
     def hear(self, number, frame):
         self.is_told = True
+        if HOW.endswith("raises"):
+            raise Preempted("the scheduler wants the node")
         if "handler" in HOW:
             self.leave()
 
@@ -54,6 +60,9 @@ class Preemption:
             "preempted: ranks": [os.getpid()],
             "preempted: in a handler": [os.getpid()],
             "preempted: one rank": [os.getpid()] if mine else [],
+            "preempted: no handler": [os.getpid()],
+            "preempted: handler raises": [os.getpid()],
+            "preempted: launch, handler raises": [launch],
         }[HOW]
         pids = [str(pid) for pid in who if pid is not None]
         if pids:
