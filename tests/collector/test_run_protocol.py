@@ -661,7 +661,7 @@ def test_a_stopped_rank_is_told_while_the_group_times_out_in_the_others(make, pe
     cluster = Cluster(make)
     cluster.say("a0", soon_timed_out(0, 7.0), 400.0)
     cluster.say("a0", make.raised(0, peer=peer), 401.0)
-    cluster.say("a0", look(0, "", still_s=0.0, phase="raised"), 401.1)
+    cluster.say("a0", look(0, "", still_s=0.0, phase="raised", busy=0.9), 401.1)
     cluster.say("a1", look(1, "", still_s=7.2, state=state), 401.2)
     texts = told(cluster.tick(401.3))
 
