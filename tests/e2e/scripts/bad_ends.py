@@ -1,6 +1,10 @@
-"""A rank of a job that ends badly: `bad_ends.py HOW GUILTY`. The HOWs, and whom each blames: tests/ends/ends.py."""
+"""A rank of a job that ends badly: `bad_ends.py HOW GUILTY`. The HOWs, and whom each blames: tests/ends/ways.py.
+
+One that "runs on" is ended from outside: tests/ends/on_slurm.py.
+"""
 
 import ctypes
+import itertools
 import mmap
 import os
 import signal
@@ -179,8 +183,12 @@ def main():
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     batches = AT if HOW == "shorter loader" and mine else 200 if HOW.startswith("preempted") else 8
-    for batch in range(batches):
-        if batch == AT:
+    for batch in itertools.count() if HOW == "runs on" else range(batches):
+        if HOW == "runs on":
+            time.sleep(0.01)
+        if batch == AT and HOW == "runs on":
+            Path(f"under-way-{RANK}").write_text(os.uname().nodename)
+        elif batch == AT:
             preemption.begin(mine) if HOW.startswith("preempted") else misbehave(mine)
         if HOW.startswith("preempted"):
             preemption.leave_if_told()
