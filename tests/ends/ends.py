@@ -129,6 +129,8 @@ def runner(two_nodes: bool, slurm: bool) -> Iterator[Callable[[BadEnd, int, int]
         yield lambda way, guilty, nproc: run(way, guilty, nproc, two_nodes)
         return
     on_slurm = importlib.import_module(f"{__package__}.on_slurm" if __package__ else "on_slurm")
+    if reason := on_slurm.why_not():
+        raise SystemExit(f"no SLURM here: {reason}")
     with on_slurm.cluster() as cluster:
         yield lambda way, guilty, nproc: on_slurm.run(cluster, way, guilty, nproc)
 

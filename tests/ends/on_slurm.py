@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -34,17 +35,24 @@ _LOST_NODE = 1
 
 @contextmanager
 def cluster() -> Iterator[Any]:
-    """A cluster of its own, for root. Raises SystemExit with why there can be none."""
-    sys.path.insert(0, str(_ROOT / "tests" / "slurm"))
-    module = importlib.import_module("cluster")
-    if reason := module.why_not():
-        raise SystemExit(f"no SLURM here: {reason}")
-    found = module.Cluster(f"{module.NAME}{os.getpid()}")
+    """A cluster of its own, for root, where `why_not` is ""."""
+    found = _module().Cluster(f"{_module().NAME}{os.getpid()}ends")
     try:
         found.up()
         yield found
     finally:
         found.down()
+        shutil.rmtree(found.folder)
+
+
+def why_not() -> str:
+    """Why there can be no SLURM here; "" if there can."""
+    return str(_module().why_not())
+
+
+def _module() -> Any:
+    sys.path.insert(0, str(_ROOT / "tests" / "slurm"))
+    return importlib.import_module("cluster")
 
 
 def run(slurm: Any, way: BadEnd, guilty: int, nproc: int) -> EndedJob:
@@ -140,7 +148,7 @@ class SlurmEnd:
             "power off": lambda: slurm.power_off(node),
             "link cut": lambda: slurm.network.cut_off(node),
             "slurmd killed": lambda: slurm.kill_slurmd(node),
-            "node down": lambda: slurm.run(down),
+            "node down": lambda: (slurm.kill_slurmd(node), slurm.run(down)),  # it would come back at once
         }[self._way.how]()
 
     def _under_way(self) -> dict[int, str]:

@@ -116,9 +116,9 @@ def grade_node(way: BadEnd, host: str, ranks: Collection[int], verdict: dict) ->
     """The same where a node was at fault, with the ranks that are on it."""
     named = {verdict["rank"]} - {None} | {one["rank"] for one in verdict["concurrent"]}
     if not named <= set(ranks) or verdict["host"] not in (None, host):
-        return "over-sure" if verdict["certainty"] == "established" else "wrong"
+        return "wrong"
     if verdict["host"] is None:
-        return "over-sure" if verdict["certainty"] == "established" else "less"
+        return "less" if not named or verdict["certainty"] != "established" else "over-sure"
     return "right" if verdict["kind"] in way.kinds else "wrong"
 
 
