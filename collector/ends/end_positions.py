@@ -76,7 +76,7 @@ def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
     return found
 
 
-_STILL_S = 10.0
+STILL_S = 10.0
 """A job whose waiting ranks have rested for less when a signal came may have gone on."""
 
 
@@ -86,7 +86,7 @@ def stood_still(facts: RunFacts) -> HangFinding | None:
     looks = [look for rank in ranks if (look := last_look(rank)) is not None and look.stack]
     asked = {rank.rank for rank in ranks if rank.exit is not None and rank.exit.main}  # a Ctrl-C has moved others
     still_s = min((look.still_s for look in looks if look.where.rank in asked), default=0.0)
-    if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < _STILL_S:
+    if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < STILL_S:
         return None
     found = find_hang(looks, {}, len(looks), over=True)
     if found is None or not found.ranks:

@@ -27,8 +27,8 @@ IN_ALL_REDUCE = [
 LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
 
 
-def look(rank, stack, *, number=1, seq=9):
-    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), number, 300.0, "script", state="S", stack=stack)
+def look(rank, stack, *, number=1, seq=9, still_s=300.0):
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), number, still_s, "script", state="S", stack=stack)
 
 
 def exited(rank, code=-15, by="torchrun", *, step=4, seq=9):
@@ -84,6 +84,13 @@ def test_of_several_ranks_what_they_share_is_in_the_fields(verdict_of):
 
 def test_a_signal_that_ended_it_is_not_the_reason(verdict_of):
     assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *ENDED, outcome="signal").kind == "hang"
+
+
+@pytest.mark.parametrize(("still_s", "kind"), [(0.4, "interrupted"), (300.0, "hang")])
+def test_a_signal_while_the_ranks_were_asked_leaves_no_hang_of_those_that_had_just_moved(verdict_of, still_s, kind):
+    """Ranks 1 and 2 had no time to answer."""
+    asked = look(0, IN_ALL_REDUCE, still_s=still_s)
+    assert verdict_of(asked, NodeSignal(signal.SIGTERM), *ENDED, outcome="signal").kind == kind
 
 
 def test_ctrl_c_reaches_the_ranks_and_is_no_reason_of_theirs(verdict_of):
