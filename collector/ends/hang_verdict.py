@@ -24,6 +24,9 @@ from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 
 _T = TypeVar("_T")
 
+_LEAVES_S = 5.0
+"""A rank whose script has ended takes so long to exit on a busy machine."""
+
 
 def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     """None if no rank had stalled, if one has moved since, or if what the others waited for has given its own reason.
@@ -48,11 +51,14 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     if found.cause == SILENT:
         return structs.replace(verdict_of(facts, found, ranks, looks, VerdictKind.LOST), host=", ".join(sorted(silent)))
     signals = signals_of(facts)
-    if signals and not found.ranks and _rested_s(ranks, looks) < STILL_S:  # it came while they were asked
+    rested_s, leave = _rested_s(ranks, looks), found.cause == "does not end"
+    if signals and (leave or not found.ranks) and rested_s < STILL_S:  # it came while they were asked
+        return None
+    if leave and rested_s < _LEAVES_S:
         return None
     # one that has ended since, and not by a signal, was slow
     slow = [r.rank for r in ranks if r.code is not None and r.code >= 0 and not was_signalled(r, signals)]
-    if found.cause == "does not end" and set(found.ranks) & set(slow):
+    if leave and set(found.ranks) & set(slow):
         return None
     left = [rank for rank in ranks if rank.rank not in early and not was_signalled(rank, signals)]
     if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in left):

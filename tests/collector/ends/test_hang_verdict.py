@@ -327,14 +327,29 @@ def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_
     assert (verdict.kind, verdict.rank) == ("crash", 1)
 
 
-def leaving(rank, phase, seq=9):
-    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), 1, 8.0, phase, state="R")
+def leaving(rank, phase, seq=9, still_s=8.0):
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), 1, still_s, phase, state="R")
 
 
 def test_ranks_that_have_not_ended_are_a_hang(verdict_of):
     verdict = verdict_of(*(leaving(rank, "raised") for rank in range(3)), *ENDED)
     assert verdict.kind == "hang"
     assert verdict.statement == "Ranks 0-2 have not exited for 8 s since their script raised."
+
+
+@pytest.mark.parametrize(
+    ("still_s", "told", "kind"),
+    [
+        (0.3, [NodeSignal(signal.SIGTERM)], "interrupted"),
+        (8.0, [NodeSignal(signal.SIGTERM)], "interrupted"),
+        (300.0, [NodeSignal(signal.SIGTERM)], "hang"),
+        (0.3, [], "crash"),
+    ],
+)
+def test_ranks_that_were_about_to_leave_when_they_were_asked_are_no_hang(verdict_of, still_s, told, kind):
+    left = exited(0, 7, "itself")
+    verdict = verdict_of(*(leaving(rank, "finished", still_s=still_s) for rank in (1, 2)), *told, left, *ENDED[1:])
+    assert verdict.kind == kind
 
 
 def test_ranks_that_were_slow_to_end_on_a_loaded_machine_are_no_hang(verdict_of):
