@@ -63,6 +63,10 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     left = [rank for rank in ranks if rank.rank not in early and not was_signalled(rank, signals)]
     if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in left):
         return None
+    if not found.ranks and attempt in (None, facts.last_attempt):  # those that waited may have given up before
+        after = ended_verdict(facts)
+        if after is not None and (after.rank is not None or after.concurrent):
+            return after
     return verdict_of(facts, found, ranks, looks)
 
 

@@ -200,6 +200,18 @@ def test_a_timeout_in_ddps_reduction_names_who_did_not_come(verdict_of, others):
     assert (verdict.phase, verdict.step, verdict.batch) == ("script", 4, 4)
 
 
+def test_a_look_at_ranks_that_had_given_up_hides_nobody_that_their_tables_show(verdict_of):
+    """Ranks 0 and 2 had raised by the time that they were asked."""
+    gave_up = [*in_reduction(0), *in_reduction(2)]
+    places = {event.where.rank: event.where for event in gave_up if isinstance(event, WorkerExit)}
+    looks = [RankLook(at, 1, 7.0, "raised", state="S") for at in places.values()]
+    away = left_with(1, -15, "torchrun", 8)
+    looks.append(RankLook(away[-1].where, 1, 14.0, "script", state="S", stack=LOADING))
+    verdict = verdict_of(*looks, *gave_up, *away)
+
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "supported")
+
+
 def test_two_that_did_not_come_to_ddps_reduction_are_both_told(verdict_of):
     away = (left_with(rank, -15, "torchrun", 8) for rank in (1, 2))
     verdict = verdict_of(*in_reduction(0), *(event for events in away for event in events))
