@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.events.agent_events import RankLook, RankStall, WorkerExit
+from ..core.events.script_events import ScriptError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
@@ -88,13 +89,18 @@ class AskedAll:
     """Of the process group that ends the job soon; 0 where a rank has passed its own limit."""
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
+    _lost_a_peer: set[tuple[int, int]] = field(default_factory=set)
+    """(attempt, rank): its script has raised for no reason of its own."""
     last: tuple[int, HangFinding] | None = None
     """The last finding, with its attempt."""
 
-    def on_message(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
+    def on_message(self, event: RankStall | RankLook | WorkerExit | ScriptError, now: float) -> int | None:
         """Take an event. Returns the number of a round if it begins one; None for most events."""
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event
+        elif isinstance(event, ScriptError):
+            if event.peer_failure:
+                self._lost_a_peer.add((event.where.attempt, event.where.rank))
         elif isinstance(event, RankLook):
             self.number = max(self.number, event.number)  # of a collector that was started again since
             if self._open and (event.number, event.where.attempt) == (self.number, self.attempt):
@@ -130,10 +136,14 @@ class AskedAll:
             return None
         self._open = False
         looks = list(self._looks.values())
-        if any(not has_left(look) and look.still_s < self._rest_s(look) for look in looks):
+        moved = {look.where.rank for look in looks if not has_left(look) and look.still_s < self._rest_s(look)}
+        if any((self.attempt, rank) not in self._lost_a_peer for rank in moved):
             return None
         found = find_hang(looks, ended, world_size)
         if found is None or (self._timeout_s and not found.may_end):
+            return None
+        stopped = {look.where.rank for look in looks if look.state == "T"}
+        if moved and not (found.ranks and stopped.issuperset(found.ranks)):  # only Linux still says who does not move
             return None
         found = with_silent_nodes(found, silent, looks, len(ended), world_size)
         self._again_at = now + AGAIN_S

@@ -18,6 +18,7 @@ from ..core.events.alarm_evidence import SECOND_RUN_S, ForwardCaptured, SecondRu
 from ..core.events.alarms import Anomaly
 from ..core.events.definitions import split_label
 from ..core.events.preflight_events import PreflightResult
+from ..core.events.script_events import ScriptError
 from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.beat import NodeBeat
@@ -277,7 +278,7 @@ class RunProtocol:
 
     def _react_to_event(self, message: wire.EventMessage, now: float) -> list[Action]:
         event = message.event
-        if isinstance(event, RankStall | RankLook | WorkerExit):
+        if isinstance(event, RankStall | RankLook | WorkerExit | ScriptError):
             number = self.asking.on_message(event, now)
             return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:

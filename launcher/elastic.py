@@ -245,8 +245,9 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
             if self._gpuwatch_told_to_stop:
                 failed = []
             elif not failed:  # one failed between the two looks
-                own = [rank for rank, failure in result.failures.items() if failure.exitcode != -signal.SIGTERM]
-                failed = own or list(result.failures)
+                found = result.failures
+                own = [rank for rank, failure in found.items() if failure.exitcode != -signal.SIGTERM]
+                failed = own or (list(found) if len(found) == 1 else [])  # torchrun sends SIGTERM, too
             self._gpuwatch_failed = failed
             ranks = [worker.global_rank for worker in worker_group.workers]
             if not self._gpuwatch_listener.may_restart(self._gpuwatch_attempt, ranks):

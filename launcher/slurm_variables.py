@@ -81,7 +81,7 @@ TIME_LIMIT = "SLURM: the job has reached its time limit"
 _STEPS_OF_A_JOB = 1 << 20
 """SLURM numbers the batch script, the interactive shell and the like as steps from far above."""
 _LIMIT_S = 5.0
-_FIELD = re.compile(r"\b(RunTime|TimeLimit)=(\S+)")
+_FIELD = re.compile(r"\b(RunTime|TimeLimit|Reason)=(\S+)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _GONE = ("down", "fail", "no_respond")
 
@@ -186,9 +186,9 @@ def why_it_ends(job: SchedulerFacts) -> EndReason:
     if job.job_id is None or not job.hosts:
         return EndReason()
     down = down_nodes(_output("sinfo", "--noheader", "--Node", f"--nodes={','.join(job.hosts)}", "--format=%N %T"))
-    if down:
-        return EndReason("SLURM: a node of the job is down", tuple(down), "sinfo")
     said = _output("scontrol", "--oneliner", "show", "job", job.job_id)
+    if down or has_lost_a_node(said):
+        return EndReason("SLURM: a node of the job is down", tuple(down), "sinfo" if down else "scontrol")
     over = is_over_time(said) if said else job.ends is not None and time.time() >= job.ends
     return EndReason(TIME_LIMIT if over else "")
 
@@ -198,6 +198,11 @@ def down_nodes(sinfo: str) -> list[str]:
     states = (line.strip().partition(" ")[::2] for line in sinfo.splitlines())
     found = [name for name, state in states if state.startswith(_GONE) or state.endswith("*")]
     return list(dict.fromkeys(found))  # a node has a line for each of its partitions
+
+
+def has_lost_a_node(job: str) -> bool:
+    """Whether SLURM ends a job for a node, which may be up again by now: `JobState=COMPLETING Reason=NodeDown`."""
+    return dict(_FIELD.findall(job)).get("Reason") == "NodeDown"
 
 
 def is_over_time(job: str) -> bool:

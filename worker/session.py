@@ -175,6 +175,7 @@ class WorkerSession:
                 hooks.raised_in(error) if hooks is not None else None,
                 is_from_peer_failure(error),
                 self._tensors_of(error, message) if arrived else [],
+                handler_in(error),
             )
         )
         self.enter(RankPhase.RAISED)

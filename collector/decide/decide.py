@@ -17,6 +17,7 @@ from ...core.wire.messages import AgentHello
 from ..ends.abort_verdict import abort_verdict, missed_init_verdict
 from ..ends.ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from ..ends.hang_verdict import ended_verdict, hang_verdict
+from ..ends.killed_together import killed_together_verdict
 from ..ends.missing_nodes import unheard_nodes
 from ..ends.preempted_ranks import preemption_verdict
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
@@ -35,6 +36,7 @@ def decide(facts: RunFacts) -> Verdict:
         unnamed_overflow_verdict,
         hang_verdict,
         preemption_verdict,
+        killed_together_verdict,
         ended_verdict,
         abort_verdict,
         missed_init_verdict,

@@ -32,14 +32,14 @@ def last_look(rank: RankFacts) -> RankLook | None:
     if interrupted:  # where it was, and no end of its own
         phase = "script"
     if error is not None and not (interrupted and stack):
-        stack, state, busy = _calls_of(error.traceback), "S", 0.0
+        stack, state, busy = calls_of(error.traceback), "S", 0.0
     elif exit_.by == "itself":
         stack, state, busy = [line for line in stack or exit_.stack if line.line], "S", 0.0
     where, groups = exit_.where, exit_.groups
     return RankLook(where, 0, exit_.still_s, phase, exit_.module, exit_.cls, state, busy, stack, groups)
 
 
-def _calls_of(traceback: str) -> list[StackLine]:
+def calls_of(traceback: str) -> list[StackLine]:
     """The calls in the text of a traceback, the innermost first."""
     found = [
         StackLine(match["file"], int(match["line"]), match["function"], (match["text"] or "").strip())
@@ -77,7 +77,7 @@ def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
     return found
 
 
-_STILL_S = 10.0
+STILL_S = 10.0
 """A job whose waiting ranks have rested for less when a signal came may have gone on."""
 
 
@@ -87,7 +87,7 @@ def stood_still(facts: RunFacts) -> HangFinding | None:
     looks = [look for rank in ranks if (look := last_look(rank)) is not None and look.stack]
     asked = {rank.rank for rank in ranks if rank.exit is not None and rank.exit.main}  # a Ctrl-C has moved others
     still_s = min((look.still_s for look in looks if look.where.rank in asked), default=0.0)
-    if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < _STILL_S:
+    if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < STILL_S:
         return None
     found = find_hang(looks, {}, len(looks), over=True)
     if found is None or not found.ranks:

@@ -20,7 +20,7 @@ from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
-from .preempted_ranks import saving_text
+from .preempted_ranks import departure_of, saving_text
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -170,7 +170,9 @@ def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
 
 
 def _left_for_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
-    """Whether a script ended with a code of its own after the signal, as one that saves a checkpoint first."""
+    """Whether a script left in a way of its own after the signal, as one that saves a checkpoint first."""
+    if rank.error is not None and departure_of(rank, from_launcher=True) is not None:
+        return _by_the_signal(facts, rank)
     if rank.error is not None or (rank.code or 0) <= 0 or rank.exit is None:
         return False
     told = rank.script_exit.where.time_ns if rank.script_exit is not None else 0

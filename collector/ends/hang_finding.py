@@ -120,10 +120,10 @@ class _StackScene:
             what = self.positions[away[0]].what
             where = self._operations(waiting)
             return absent(away, where, waiting, self.waited, sure=sure, what=what, ended=self.over)
+        if stopped := self._stopped(raised):  # one that has raised may compute while it leaves
+            return self._is_stopped(stopped)
         if away and any(computes(look) for look in self.looks):
             return None
-        if stopped := self._stopped(raised):
-            return self._is_stopped(stopped)
         if len(self.looks) == 1 and len(self.left) == self.world_size - 1 > 0 and away:
             return self._last_one(away[0])
         return self._nobody_waits(away) if away else self._all_wait(waiting)

@@ -15,7 +15,7 @@ from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose
 from ..report.verdict import ConcurrentOrigin, Verdict
-from .end_positions import last_look
+from .end_positions import STILL_S, last_look
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
@@ -23,6 +23,9 @@ from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, 
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 
 _T = TypeVar("_T")
+
+_LEAVES_S = 5.0
+"""A rank whose script has ended takes so long to exit on a busy machine."""
 
 
 def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
@@ -47,14 +50,23 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     found = with_silent_nodes(found, silent, list(looks.values()), len(early), len(ranks))
     if found.cause == SILENT:
         return structs.replace(verdict_of(facts, found, ranks, looks, VerdictKind.LOST), host=", ".join(sorted(silent)))
-    # one that has ended since, and not by a signal, was slow
     signals = signals_of(facts)
+    rested_s, leave = _rested_s(ranks, looks), found.cause == "does not end"
+    if signals and (leave or not found.ranks) and rested_s < STILL_S:  # it came while they were asked
+        return None
+    if leave and rested_s < _LEAVES_S:
+        return None
+    # one that has ended since, and not by a signal, was slow
     slow = [r.rank for r in ranks if r.code is not None and r.code >= 0 and not was_signalled(r, signals)]
-    if found.cause == "does not end" and set(found.ranks) & set(slow):
+    if leave and set(found.ranks) & set(slow):
         return None
     left = [rank for rank in ranks if rank.rank not in early and not was_signalled(rank, signals)]
     if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in left):
         return None
+    if not found.ranks and attempt in (None, facts.last_attempt):  # those that waited may have given up before
+        after = ended_verdict(facts)
+        if after is not None and (after.rank is not None or after.concurrent):
+            return after
     return verdict_of(facts, found, ranks, looks)
 
 
@@ -64,6 +76,12 @@ def _moved_since(rank: RankFacts, look: RankLook) -> bool:
         return False
     before, where = look.where, rank.exit.where
     return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
+
+
+def _rested_s(ranks: list[RankFacts], looks: dict[int, RankLook]) -> float:
+    """For how long each of the ranks that were asked had rested at least when it was asked, or at its end."""
+    ends = {rank.rank: rank.exit.still_s for rank in ranks if rank.exit is not None}
+    return min(max(look.still_s, ends.get(rank, 0.0)) for rank, look in looks.items())
 
 
 def _says_why(rank: RankFacts, *, waited: bool) -> bool:

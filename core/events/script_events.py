@@ -17,6 +17,8 @@ class ScriptError(RankEvent, frozen=True, tag="script_error"):
     """The exception says only that another rank is gone."""
     tensors: list[ScriptTensor] = []
     """Those in the script's variables, bad ones first, if the message speaks of nan and one of them is not finite."""
+    handler: int = 0
+    """The signal whose handler raised it; 0: none."""
 
 
 class ScriptExit(RankEvent, frozen=True, tag="script_exit"):

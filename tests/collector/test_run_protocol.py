@@ -539,11 +539,11 @@ def stalled(rank, limit_s=300.0):
     return EventMessage(RankStall(RunPosition(rank, batch=4), limit_s))
 
 
-def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0, busy=0.0):
+def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0, busy=0.0, phase="script", state="S"):
     stack = [StackLine("/torch/distributed/distributed_c10d.py", 1, function)] if function else []
     stack.append(StackLine("/home/me/train.py", 7, "main", "work()"))
     where = RunPosition(rank, batch=4)
-    seen = RankLook(where, number, still_s, "script", state="S", busy=busy, stack=stack, limit_s=limit_s)
+    seen = RankLook(where, number, still_s, phase, state=state, busy=busy, stack=stack, limit_s=limit_s)
     return EventMessage(seen)
 
 
@@ -643,6 +643,23 @@ def test_before_a_timeout_nothing_is_told_of_ranks_that_do_not_wait(make, functi
     cluster.say("a1", look(1, "", still_s=still_s), 401.0)
 
     assert told(cluster.tick(401.1)) == []
+
+
+@pytest.mark.parametrize(
+    ("peer", "state", "is_told"),
+    [(True, "T", True), (True, "S", False), (False, "T", False)],
+    ids=["stopped", "not stopped", "its own error"],
+)
+def test_a_stopped_rank_is_told_while_the_group_times_out_in_the_others(make, peer, state, is_told):
+    """Rank 0 raises while all are asked: it has just moved, and it has only given up."""
+    cluster = Cluster(make)
+    cluster.say("a0", soon_timed_out(0, 7.0), 400.0)
+    cluster.say("a0", make.raised(0, peer=peer), 401.0)
+    cluster.say("a0", look(0, "", still_s=0.0, phase="raised", busy=0.9), 401.1)
+    cluster.say("a1", look(1, "", still_s=7.2, state=state), 401.2)
+    texts = told(cluster.tick(401.3))
+
+    assert [text.partition(" (by")[0] for text in texts] == ["Rank 1 is stopped"] * is_told
 
 
 def test_while_one_of_them_still_moves_it_is_no_hang(make):

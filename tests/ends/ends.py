@@ -1,6 +1,7 @@
 """Jobs that end badly, whose fault is known, under `gpuwatch launch`: `python tests/ends/ends.py [--seed S]`.
 
 With --two-nodes each job has two nodes, in namespaces with a network of their own (tests/e2e/net/network.py): for root.
+With --slurm it runs on a real SLURM of two nodes (tests/slurm/cluster.py), one at a time: also for root.
 
 Prints a row for each job and a table: right (the rank at fault, and nobody else), less (unknown, or the rank beside
 others), wrong (an innocent rank), over-sure (established, and not right). Of the jobs that were right it prints how
@@ -13,7 +14,6 @@ import argparse
 import importlib
 import json
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -22,92 +22,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__:
     from .named_after import TimedLine, fault_s, named_after_s
+    from .ways import SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
 else:
     from named_after import TimedLine, fault_s, named_after_s
+    from ways import SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
 
 JOB = Path(__file__).parents[1] / "e2e" / "scripts" / "bad_ends.py"
-
-
 PATIENCE_S = 120
-
-
-class BadEnd(NamedTuple):
-    """One way to end. `blames`: the guilty rank, all, or nobody; `kinds`: verdicts that are right."""
-
-    how: str
-    kinds: tuple[str, ...]
-    blames: str = "guilty"
-
-
-WAYS = [
-    BadEnd("raises", ("crash",)),
-    BadEnd("raises in the forward", ("crash",)),
-    BadEnd("raises in a save", ("crash",)),
-    BadEnd("raises before init", ("crash",)),
-    BadEnd("all raise", ("crash",), "all"),
-    BadEnd("unused", ("crash",), "all"),
-    BadEnd("memory", ("crash",)),
-    BadEnd("sys.exit", ("crash",)),
-    BadEnd("os._exit", ("crash", "lost")),
-    BadEnd("os._exit(0)", ("crash", "hang")),
-    BadEnd("SIGKILL", ("lost",)),
-    BadEnd("SIGSEGV", ("lost",)),
-    BadEnd("SIGBUS", ("lost",)),
-    BadEnd("SIGILL", ("lost",)),
-    BadEnd("SIGABRT", ("lost",)),
-    BadEnd("sleeps", ("hang",)),
-    BadEnd("computes", ("hang",)),
-    BadEnd("sleeps before init", ("hang", "crash", "lost")),
-    BadEnd("abort, sleeps", ("hang",)),
-    BadEnd("abort, computes", ("hang",)),
-    BadEnd("stopped", ("hang",)),
-    BadEnd("shorter loader", ("hang", "crash")),
-    BadEnd("skips all_reduce", ("hang", "crash")),
-    BadEnd("one barrier more", ("hang", "crash")),
-    BadEnd("other size", ("hang", "crash")),
-    BadEnd("other collective", ("hang", "crash")),
-    BadEnd("groups in another order", ("hang", "crash")),
-    BadEnd("preempted: launch", ("interrupted",), "nobody"),
-    BadEnd("preempted: every process", ("interrupted",), "nobody"),
-    BadEnd("preempted: ranks", ("interrupted",), "nobody"),
-    BadEnd("preempted: in a handler", ("interrupted",), "nobody"),
-    BadEnd("preempted: one rank", ("interrupted",)),
-]
-
-
-class EndedJob(NamedTuple):
-    """What became of one."""
-
-    way: BadEnd
-    guilty: int
-    nproc: int
-    grade: str
-    seconds: float
-    said: str
-    kind: str = ""
-    """The verdict's."""
-    to_name_s: float | None = None
-    """From the fault to the first line on the terminal that names who is at fault."""
-
-
-def jobs(seed: int, number: int, sizes: tuple[int, ...] = (2, 3, 4)) -> list[tuple[BadEnd, int, int]]:
-    """(way, guilty rank, number of ranks); each way once before any comes again."""
-    rng = random.Random(seed)
-    found = []
-    while len(found) < number:
-        for way in rng.sample(WAYS, len(WAYS)):
-            nproc = rng.choice(sizes)
-            found.append((way, rng.randrange(nproc), nproc))
-    return found[:number]
 
 
 def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJob:
@@ -193,28 +122,17 @@ def _network() -> Any:
     return importlib.import_module("network")
 
 
-def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
-    """`right`, `less`, `wrong` or `over-sure`."""
-    at_fault = ranks_at_fault(way, guilty, nproc)
-    named = {verdict["rank"]} - {None} | {one["rank"] for one in verdict["concurrent"]}
-    if named and not named & at_fault:
-        return "wrong"
-    if named != at_fault:  # one of several that were at fault, and that torchrun stopped before they could say so
-        is_over = verdict["certainty"] == "established" and not named < at_fault
-        return "over-sure" if is_over else "less"
-    if verdict["kind"] not in (*way.kinds, "interrupted"):
-        return "less" if verdict["kind"] == "unknown" else "wrong"
-    return "right"
-
-
-def ranks_at_fault(way: BadEnd, guilty: int, nproc: int) -> set[int]:
-    """Whom a right verdict names."""
-    return {"all": set(range(nproc)), "nobody": set(), "guilty": {guilty}}[way.blames]
-
-
-def text_of(verdict: dict) -> str:
-    """`hang, supported: Rank 1 is at train.py:7 ...`"""
-    return f"{verdict['kind']}, {verdict['certainty']}: {verdict['statement']}"
+@contextmanager
+def runner(two_nodes: bool, slurm: bool) -> Iterator[Callable[[BadEnd, int, int], EndedJob]]:
+    """What runs a job, where it is to run."""
+    if not slurm:
+        yield lambda way, guilty, nproc: run(way, guilty, nproc, two_nodes)
+        return
+    on_slurm = importlib.import_module(f"{__package__}.on_slurm" if __package__ else "on_slurm")
+    if reason := on_slurm.why_not():
+        raise SystemExit(f"no SLURM here: {reason}")
+    with on_slurm.cluster() as cluster:
+        yield lambda way, guilty, nproc: on_slurm.run(cluster, way, guilty, nproc)
 
 
 def main() -> int:
@@ -224,11 +142,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--two-nodes", action="store_true")
+    parser.add_argument("--slurm", action="store_true")
     given = parser.parse_args()
-    chosen = jobs(given.seed, given.jobs, (2, 4) if given.two_nodes else (2, 3, 4))
-    with ThreadPoolExecutor(given.at_once) as pool:
+    sizes = (2, 4) if given.two_nodes or given.slurm else (2, 3, 4)
+    chosen = jobs(given.seed, given.jobs, sizes, SLURM_WAYS if given.slurm else WAYS)
+    at_once = 1 if given.slurm else given.at_once
+    with runner(given.two_nodes, given.slurm) as run_one, ThreadPoolExecutor(at_once) as pool:
         ended = []
-        for one in pool.map(lambda job: run(*job, given.two_nodes), chosen):
+        for one in pool.map(lambda job: run_one(*job), chosen):
             ended.append(one)
             named = f", named after {one.to_name_s:.1f} s" if one.to_name_s is not None else ""
             job = f"rank {one.guilty} of {one.nproc}, {one.seconds:.0f} s{named}"
@@ -238,17 +159,6 @@ def main() -> int:
     print(", ".join(f"{grades[name]} {name}" for name in ("right", "less", "wrong", "over-sure")))
     print(*times_to_name(ended), sep="\n")
     return int(bool(grades["wrong"] or grades["over-sure"]))
-
-
-def times_to_name(ended: list[EndedJob]) -> Iterator[str]:
-    """`crash: named after 1.6 s (median), at most 4.0 s, in 41 jobs`, for the kinds of those that were right."""
-    by_kind: dict[str, list[float]] = {}
-    for one in ended:
-        if one.grade == "right" and one.to_name_s is not None:
-            by_kind.setdefault(one.kind, []).append(one.to_name_s)
-    for kind, seconds in sorted(by_kind.items()):
-        many = f"in {len(seconds)} jobs" if len(seconds) > 1 else "in 1 job"
-        yield f"{kind}: named after {median(seconds):.1f} s (median), at most {max(seconds):.1f} s, {many}"
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from .ends import WAYS, EndedJob, grade, jobs, run, times_to_name, why_no_two_nodes
+from . import on_slurm
+from .ends import run, why_no_two_nodes
 from .named_after import fault_s, named_after_s
+from .ways import SLURM_WAYS, WAYS, EndedJob, grade, grade_node, jobs, times_to_name
 
 ONE_OF_EACH = jobs(1, len(WAYS))
 ON_TWO_NODES = jobs(2, len(WAYS), (2, 4))
+ON_SLURM = jobs(3, len(SLURM_WAYS), (2, 4), SLURM_WAYS)
 
 
 @pytest.mark.slow
@@ -26,6 +29,23 @@ def test_nobody_innocent_is_named_on_two_nodes(way, guilty, nproc):
     if reason := why_no_two_nodes():
         pytest.skip(reason)
     ended = run(way, guilty, nproc, two_nodes=True)
+    assert ended.grade in ("right", "less"), ended
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if reason := on_slurm.why_not():
+        pytest.skip(reason)
+    with on_slurm.cluster() as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("slurm")
+@pytest.mark.sample(1, of="an end of a job of SLURM")
+@pytest.mark.parametrize(("way", "guilty", "nproc"), ON_SLURM, ids=[way.how for way, _, _ in ON_SLURM])
+def test_nobody_innocent_is_named_on_slurm(slurm, way, guilty, nproc):
+    ended = on_slurm.run(slurm, way, guilty, nproc)
     assert ended.grade in ("right", "less"), ended
 
 
@@ -57,6 +77,24 @@ def test_how_a_verdict_is_graded(rank, concurrent, certainty, expected):
 def test_how_a_verdict_on_a_preempted_job_is_graded(kind, rank, expected):
     verdict = {"kind": kind, "certainty": "supported", "rank": rank, "concurrent": [], "statement": ""}
     assert grade(next(way for way in WAYS if way.how == "preempted: ranks"), 1, 2, verdict) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "rank", "certainty", "expected"),
+    [
+        ("lost", "node-1", None, "supported", "right"),
+        ("lost", "node-1", 1, "established", "right"),
+        ("lost", "node-0", 0, "supported", "wrong"),
+        ("lost", None, 0, "supported", "wrong"),
+        ("lost", None, None, "unknown", "less"),
+        ("crash", "node-1", 1, "supported", "wrong"),
+        ("interrupted", None, None, "established", "less"),
+        ("lost", None, 1, "established", "over-sure"),
+    ],
+)
+def test_how_a_verdict_on_a_lost_node_is_graded(kind, host, rank, certainty, expected):
+    verdict = {"kind": kind, "certainty": certainty, "rank": rank, "host": host, "concurrent": [], "statement": ""}
+    assert grade_node(next(way for way in SLURM_WAYS if way.how == "power off"), "node-1", {1}, verdict) == expected
 
 
 REPORT = [

@@ -50,6 +50,12 @@ def test_a_node_that_is_down_comes_before_the_time_limit(commands):
     assert why_it_ends(JOB) == EndReason("SLURM: a node of the job is down", ("gpu-2",), "sinfo")
 
 
+def test_a_node_that_is_up_again_is_not_named(commands):
+    commands("sinfo", SINFO, "gpu-1 completing\ngpu-2 idle\n")
+    commands("scontrol", SCONTROL, "JobId=7 JobState=COMPLETING Reason=NodeDown Dependency=(null) NodeList=gpu-1")
+    assert why_it_ends(JOB) == EndReason("SLURM: a node of the job is down", (), "scontrol")
+
+
 def test_the_time_limit_is_told(commands):
     commands("sinfo", SINFO, "gpu-1 mixed\ngpu-2 mixed\n")
     commands("scontrol", SCONTROL, OVER)

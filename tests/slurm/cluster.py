@@ -315,9 +315,9 @@ class Cluster:
 def take_down_stale() -> None:
     """What test runs that are gone have left."""
     for path in Path("/run/netns").glob(f"{NAME}*-switch"):
-        owner = re.fullmatch(rf"{NAME}(\d+)-switch", path.name)
-        if owner and not Path("/proc", owner[1]).exists():
-            Cluster(f"{NAME}{owner[1]}").down()
+        owner = re.fullmatch(rf"({NAME}(\d+)[a-z]*)-switch", path.name)
+        if owner and not Path("/proc", owner[2]).exists():
+            Cluster(owner[1]).down()
 
 
 def _status(pid: int) -> str:

@@ -790,6 +790,29 @@ TRAPS: list[tuple[str, dict[str, str], set[int]]] = [
         },
         {0},
     ),
+    (
+        "groups whose ranks have one number, in the form of torch before 2.4",
+        {
+            "out": "".join(
+                f"[E ProcessGroupNCCL.cpp:458] [Rank {rank}] Watchdog caught collective operation timeout: "
+                f"WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800611 milliseconds "
+                "before timing out.\n"
+                for rank, number in ((0, 9610), (0, 9607), (0, 9612), (3, 6408), (1, 9611))
+            )
+        },
+        set(),
+    ),
+    (
+        "a step that srun ended because two of its tasks had",
+        {
+            "out": "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n"
+            "srun: error: n1: task 1: Exited with exit code 1\nsrun: Terminating StepId=42.0\n"
+            "srun: error: n2: task 2: Exited with exit code 1\n"
+            "slurmstepd: error: *** STEP 42.0 ON n0 CANCELLED AT 2026-11-27T03:12:55 ***\n"
+            "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers\n"
+        },
+        set(),
+    ),
     ("a refused connection", {"out": raised(1, "ConnectionRefusedError", "[Errno 111] Connection refused")}, {0}),
     ("a lost actor", {"out": raised(1, "ray.exceptions.ActorDiedError", "The actor died unexpectedly")}, {0}),
     (

@@ -21,8 +21,8 @@ IN_ALL_REDUCE = [
 LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
 
 
-def look(rank, stack, *, number=1, seq=9):
-    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), number, 300.0, "script", state="S", stack=stack)
+def look(rank, stack, *, number=1, seq=9, still_s=300.0):
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), number, still_s, "script", state="S", stack=stack)
 
 
 def exited(rank, code=-15, by="torchrun", *, step=4, seq=9):
@@ -78,6 +78,13 @@ def test_of_several_ranks_what_they_share_is_in_the_fields(verdict_of):
 
 def test_a_signal_that_ended_it_is_not_the_reason(verdict_of):
     assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *ENDED, outcome="signal").kind == "hang"
+
+
+@pytest.mark.parametrize(("still_s", "kind"), [(0.4, "interrupted"), (300.0, "hang")])
+def test_a_signal_while_the_ranks_were_asked_leaves_no_hang_of_those_that_had_just_moved(verdict_of, still_s, kind):
+    """Ranks 1 and 2 had no time to answer."""
+    asked = look(0, IN_ALL_REDUCE, still_s=still_s)
+    assert verdict_of(asked, NodeSignal(signal.SIGTERM), *ENDED, outcome="signal").kind == kind
 
 
 def test_ctrl_c_reaches_the_ranks_and_is_no_reason_of_theirs(verdict_of):
@@ -185,6 +192,18 @@ def test_a_timeout_in_ddps_reduction_names_who_did_not_come(verdict_of, others):
         "It never reached the backward's reduction of gradients, in which ranks 0, 2 waited until the group's timeout."
     )
     assert (verdict.phase, verdict.step, verdict.batch) == ("script", 4, 4)
+
+
+def test_a_look_at_ranks_that_had_given_up_hides_nobody_that_their_tables_show(verdict_of):
+    """Ranks 0 and 2 had raised by the time that they were asked."""
+    gave_up = [*in_reduction(0), *in_reduction(2)]
+    places = {event.where.rank: event.where for event in gave_up if isinstance(event, WorkerExit)}
+    looks = [RankLook(at, 1, 7.0, "raised", state="S") for at in places.values()]
+    away = left_with(1, -15, "torchrun", 8)
+    looks.append(RankLook(away[-1].where, 1, 14.0, "script", state="S", stack=LOADING))
+    verdict = verdict_of(*looks, *gave_up, *away)
+
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "supported")
 
 
 def test_two_that_did_not_come_to_ddps_reduction_are_both_told(verdict_of):
@@ -314,14 +333,29 @@ def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_
     assert (verdict.kind, verdict.rank) == ("crash", 1)
 
 
-def leaving(rank, phase, seq=9):
-    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), 1, 8.0, phase, state="R")
+def leaving(rank, phase, seq=9, still_s=8.0):
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), 1, still_s, phase, state="R")
 
 
 def test_ranks_that_have_not_ended_are_a_hang(verdict_of):
     verdict = verdict_of(*(leaving(rank, "raised") for rank in range(3)), *ENDED)
     assert verdict.kind == "hang"
     assert verdict.statement == "Ranks 0-2 have not exited for 8 s since their script raised."
+
+
+@pytest.mark.parametrize(
+    ("still_s", "told", "kind"),
+    [
+        (0.3, [NodeSignal(signal.SIGTERM)], "interrupted"),
+        (8.0, [NodeSignal(signal.SIGTERM)], "interrupted"),
+        (300.0, [NodeSignal(signal.SIGTERM)], "hang"),
+        (0.3, [], "crash"),
+    ],
+)
+def test_ranks_that_were_about_to_leave_when_they_were_asked_are_no_hang(verdict_of, still_s, told, kind):
+    left = exited(0, 7, "itself")
+    verdict = verdict_of(*(leaving(rank, "finished", still_s=still_s) for rank in (1, 2)), *told, left, *ENDED[1:])
+    assert verdict.kind == kind
 
 
 def test_ranks_that_were_slow_to_end_on_a_loaded_machine_are_no_hang(verdict_of):

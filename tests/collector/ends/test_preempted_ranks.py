@@ -39,9 +39,11 @@ def dies(rank, code, *signals, by="itself"):
     return [EventMessage(WorkerExit(where, code, by, "script", ended_ns=NOON, heard=list(signals)))]
 
 
-def raises(rank, *signals, peer=True):
-    where = RunPosition(rank, step=4, batch=4, seq=5, time_ns=NOON)
-    error = ScriptError(where, "RuntimeError", "Connection closed by peer", "Traceback", None, peer)
+def raises(rank, *signals, peer=True, error="RuntimeError", line="", handler=0, batch=4):
+    """`line`: the script's own, which raised it."""
+    where = RunPosition(rank, step=batch, batch=batch, seq=5, time_ns=NOON)
+    traceback = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in main\n    {line}\n'
+    error = ScriptError(where, error, "Connection closed by peer", traceback, None, peer, [], int(handler))
     exit_ = WorkerExit(where, 1, "itself", "raised", ended_ns=NOON, heard=list(signals))
     return [EventMessage(error), EventMessage(exit_)]
 
@@ -77,6 +79,51 @@ def test_a_handler_that_ends_the_script_is_proof(make):
 
     assert (verdict.kind, verdict.certainty) == ("interrupted", "established")
     assert "its handler called sys.exit(7), 3.2 s later" in verdict.evidence[0]
+
+
+def preempted(rank, *signals, **more):
+    return raises(rank, *signals, peer=False, error="Preempted", **more)
+
+
+def test_a_handler_that_raises_is_proof(make):
+    verdict = verdict_of(make, preempted(0, heard(), handler=TERM), preempted(1, heard(before_s=0.05), handler=TERM))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("interrupted", "established", None)
+    assert verdict.statement.startswith(
+        "SIGTERM reached ranks 0 and 1 from outside, and their scripts raised Preempted, up to 3.2 s later"
+    )
+    assert verdict.evidence[1].endswith("in batch 4; its handler raised Preempted, 50 ms later")
+
+
+def test_a_script_that_raises_soon_after_its_handler_was_told(make):
+    verdict = verdict_of(make, *(preempted(rank, heard(batch=3), line="raise Preempted") for rank in range(2)))
+
+    assert (verdict.kind, verdict.certainty) == ("interrupted", "supported")
+    assert verdict.evidence[0].endswith("its script raised Preempted, 3.2 s later")
+
+
+def test_an_exception_that_a_handler_raised_for_the_launch_s_signal(make):
+    told = [preempted(rank, heard(from_launcher=True), handler=TERM) for rank in range(2)]
+    verdict = verdict_of(make, *told, launch=15)
+
+    assert (verdict.kind, verdict.certainty) == ("interrupted", "established")
+    assert "Ranks 0 and 1 raised Preempted, up to 3.2 s after SIGTERM had reached them." in verdict.statement
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [preempted(0, line="raise Preempted"), preempted(1, line="raise Preempted")],
+        [preempted(0, heard(batch=1), line="raise Preempted"), preempted(1, heard(batch=1), line="raise Preempted")],
+        [preempted(0, heard(), line="torch.save(state)"), preempted(1, heard(), line="torch.save(state)")],
+        [preempted(0, heard(), handler=signal.SIGALRM), preempted(1, heard(), handler=signal.SIGALRM)],
+        [preempted(0, heard(), handler=TERM), raises(1, heard(), peer=False, line="raise ValueError")],
+        [preempted(0, heard(), handler=TERM), preempted(1, line="raise Preempted")],
+    ],
+    ids=["no signal", "long after", "a failed save", "an alarm's handler", "another error", "one without a signal"],
+)
+def test_another_exception_is_a_crash(make, ranks):
+    assert verdict_of(make, *ranks).kind == "crash"
 
 
 def test_a_rank_that_alone_was_told_to_end_is_named(make):

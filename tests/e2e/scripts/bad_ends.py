@@ -1,6 +1,10 @@
-"""A rank of a job that ends badly: `bad_ends.py HOW GUILTY`. The HOWs, and whom each blames: tests/ends/ends.py."""
+"""A rank of a job that ends badly: `bad_ends.py HOW GUILTY`. The HOWs, and whom each blames: tests/ends/ways.py.
+
+One that "runs on" is ended from outside: tests/ends/on_slurm.py.
+"""
 
 import ctypes
+import itertools
 import mmap
 import os
 import signal
@@ -32,16 +36,22 @@ def at_fault():
     told.rename(f"fault-{RANK}")
 
 
+class Preempted(Exception):
+    """What a handler raises."""
+
+
 class Preemption:
-    """SIGTERM comes from a process outside of the ranks; the script saves, and exits with 7."""
+    """SIGTERM comes from a process outside of the ranks; the script saves, and exits with 7, unless HOW says more."""
 
     def __init__(self):
         self.is_told = False
-        if HOW.startswith("preempted"):
+        if HOW.startswith("preempted") and "no handler" not in HOW:
             signal.signal(signal.SIGTERM, self.hear)
 
     def hear(self, number, frame):
         self.is_told = True
+        if HOW.endswith("raises"):
+            raise Preempted("the scheduler wants the node")
         if "handler" in HOW:
             self.leave()
 
@@ -54,6 +64,9 @@ class Preemption:
             "preempted: ranks": [os.getpid()],
             "preempted: in a handler": [os.getpid()],
             "preempted: one rank": [os.getpid()] if mine else [],
+            "preempted: no handler": [os.getpid()],
+            "preempted: handler raises": [os.getpid()],
+            "preempted: launch, handler raises": [launch],
         }[HOW]
         pids = [str(pid) for pid in who if pid is not None]
         if pids:
@@ -170,8 +183,12 @@ def main():
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     batches = AT if HOW == "shorter loader" and mine else 200 if HOW.startswith("preempted") else 8
-    for batch in range(batches):
-        if batch == AT:
+    for batch in itertools.count() if HOW == "runs on" else range(batches):
+        if HOW == "runs on":
+            time.sleep(0.01)
+        if batch == AT and HOW == "runs on":
+            Path(f"under-way-{RANK}").write_text(os.uname().nodename)
+        elif batch == AT:
             preemption.begin(mine) if HOW.startswith("preempted") else misbehave(mine)
         if HOW.startswith("preempted"):
             preemption.leave_if_told()
