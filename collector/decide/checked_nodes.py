@@ -15,8 +15,7 @@ from ..report.sentence_parts import counted, grouped
 
 _MOST_NAMED = 4
 _OF_DEVICES = ("rank", "gpu")
-_SHOWN = {"torch": "torch", "cuda": "CUDA", "hip": "HIP", "nccl": "NCCL"}
-"""Names of versions, in the order in which they are shown -> how they are written."""
+_NOT_SHOWN = {"python", "gpuwatch"}
 
 
 def checked_nodes(facts: RunFacts, ranks: list[RankFacts], findings: Iterable[PreflightFinding]) -> list[str]:
@@ -35,10 +34,13 @@ def _text(known: list[InventoryFacts], good: int) -> str:
     on_gpus = all(one.device not in ("", "cpu") for one in known)
     tested = f"{good} of {counted(len(known), 'GPU' if on_gpus else 'rank')} OK{'' if on_gpus else ' on the CPU'}"
     names = sorted({one.device_name for one in known if one.device_name})
+    shown = sorted(
+        {name for one in known for name in one.versions} - _NOT_SHOWN, key=lambda name: (name != "torch", name)
+    )
     versions = [
-        f"{shown} {' and '.join(found)}"
-        for name, shown in _SHOWN.items()
-        if (found := sorted({one.versions[name] for one in known if one.versions.get(name)}))
+        f"{name if name == 'torch' else name.upper()} {' and '.join(sorted({one.versions[name] for one in known}))}"
+        for name in shown
+        if all(one.versions.get(name) for one in known)
     ]
     drivers = sorted({one.driver for one in known if one.driver}) if on_gpus else []
     return ", ".join([tested, *names, *versions, *[f"driver {' and '.join(drivers)}"] * bool(drivers)])
