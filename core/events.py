@@ -302,6 +302,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """For a gradient that was finite before it was reduced."""
     losses: list[OperandNumbers] = []
     """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
+    proved: bool = False
+    """Of a loss: an operation of its graph has made the value of finite operands, as its arithmetic shows."""
     script: list[ScriptTensor] = []
     """Where one of `losses` is not finite, or the script may have changed a gradient before a step: the tensors in its
     variables, bad ones first."""
@@ -411,6 +413,8 @@ class BadOperation(msgspec.Struct, frozen=True):
     columns: tuple[int, int] | None = None
     """The operation's part of `code`: its first character, and the one behind its last. It ends with the line, if the
     operation goes on in the next one. None: not known. Python 3.10 has none, nor have autograd's notes of a forward."""
+    variables: list[str] = []
+    """Of a loss: the script's variables that hold its operands, as far as they are known."""
 
 
 def operation_text(found: BadOperation, width: int = 0) -> str:

@@ -45,6 +45,12 @@ def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | Non
     return _of_loss(facts, first, first.value, first.dtype, again)
 
 
+def cause_of_scale(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """The cause where a GradScaler's scale made a loss of float16 inf; None if it did not."""
+    again = _second_look(facts, first)
+    return _of_scale(first.value, first.dtype, again) if again is not None else None
+
+
 def _second_look(facts: RunFacts, first: LocalDiagnosis) -> LookedAgain | None:
     """None if there is none at this batch, or if the value may come from another rank."""
     rank = facts.one(first.attempt, first.rank)
@@ -121,16 +127,13 @@ def _of_loss(
     facts: RunFacts, first: LocalDiagnosis, value: str, dtype: str, again: LookedAgain
 ) -> OverflowCause | None:
     """The loss was not finite before the backward began, and what the model returned was."""
-    if dtype == "float16" and value == "+inf" and again.loss_scale is not None and again.loss_scale > 1:
-        return OverflowCause(
-            "scale",
-            Certainty.SUPPORTED,
-            f"the loss times the GradScaler's scale of {again.loss_scale:g} is {value} in float16",
-            ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
-        )
+    scale = _of_scale(value, dtype, again)
+    if scale is not None:
+        return scale
     if _largest_output(facts, first) > _HUGE:
         return None  # a loss of such outputs may be too large a number
-    lead = f"the loss was {value} before its backward began, and what the model returned was finite"
+    lead = f"the loss was {value} before its backward began"
+    lead += ", and what the model returned was finite" if what_script_got(_forward(facts, first)) else ""
     in_script = cause_in_script(again.script, f"{lead}; ")
     if in_script is not None and in_script.kind == "domain":
         return in_script
@@ -145,6 +148,17 @@ def _of_loss(
         Certainty.SUPPORTED,
         f"{lead}: the script's own loss has made it",
         mends or ["Look at the code of the script that computes the loss from what the model returns."],
+    )
+
+
+def _of_scale(value: str, dtype: str, again: LookedAgain) -> OverflowCause | None:
+    if dtype != "float16" or value != "+inf" or again.loss_scale is None or again.loss_scale <= 1:
+        return None
+    return OverflowCause(
+        "scale",
+        Certainty.SUPPORTED,
+        f"the loss times the GradScaler's scale of {again.loss_scale:g} is {value} in float16",
+        ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
     )
 
 

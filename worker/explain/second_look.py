@@ -51,7 +51,8 @@ from ..record.root_tensors import RootTensors
 from ..record.roots import is_released, shards_of
 from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .graph_sources import explaining_row, shown_in, sources_later, sources_now, sources_of_loss
-from .graph_users import BadOutput, graph_users
+from .graph_users import BadOutput, a_leaf_of, graph_users
+from .loss_look import LossLook
 from .operands import numbers_of
 from .script_tensors import running_frames, script_tensors
 
@@ -76,6 +77,7 @@ class SecondLook:
     _scalers: GradScalerHooks
     _root_tensors: RootTensors
     _summands: KeptSummands
+    _operations: LossLook
 
     def __post_init__(self) -> None:
         self._running, self._gradients, self._policy = self._calls.running, self._calls.gradients, self._calls.policy
@@ -141,11 +143,18 @@ class SecondLook:
             graph=self._graph_of_loss(graph) if graph is not None else [],
             own_code=sources_of_loss(graph, shown) if graph is not None else [],
             own_code_of=bad.row.role if graph is not None else "",
+            proved=self._operations.operation_at(bad.page.step) is not None,
             held=list(islice(dict.fromkeys(held), _MOST)),
         )
 
     def _graph_of_loss(self, graph: AutogradGraph) -> list[GraphNode]:
-        """The nodes from the output that the backward has just reached to the loss; empty if it went on since."""
+        """The nodes from the output that the backward has just reached to the loss; empty if it went on since.
+
+        Of a loss that reaches no module: from one of the script's own tensors.
+        """
+        if not graph.calls.calls:
+            leaf = a_leaf_of(graph)
+            return graph_users([graph], leaf) if leaf is not None else []
         maker = _running_node()
         call = graph.calls.innermost(maker._sequence_nr()) if maker is not None else None
         return graph_users([graph], BadOutput(call.info.id, None, True, maker)) if call is not None else []

@@ -108,7 +108,7 @@ class BackwardHooks:
         self._frames = frames
         self._progress = progress = frames.progress
         self._rows, self._judging = frames.rows, frames.judging
-        self._losses = LossRows(frames)
+        self.losses = LossRows(frames)
         self._fault = progress.faults.record
         self._sync = progress.settings.sync
         self._many = _FEW
@@ -275,7 +275,7 @@ class BackwardHooks:
                 self._read_waiting()  # a backward within this one may add to the same gradients
             if graph is not None and self.graphs.is_new(graph):
                 with self._progress.lock:
-                    without_modes(self._losses.record, graph, page, self.mark(page))
+                    without_modes(self.losses.record, graph, page, self.mark(page))
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
 

@@ -1,0 +1,91 @@
+"""The call of a backward by the script: its loss is looked at before torch frees what the graph has saved.
+
+A loss of modules is recorded when its backward reaches what they returned (record/loss_rows.py). A loss of tensors of
+the script's own reaches no module: if it is not finite, it is recorded here, when its backward has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compile.attach import apart_from_dynamo
+from ..device.device import is_on_device, without_modes
+from ..patches import PatchLedger
+from ..record.autograd_graph import AutogradGraph, GraphCalls
+from ..record.frame_writer import FrameWriter
+from ..record.tensor_stats import measure
+from .backward import BackwardHooks
+
+_MOST_LOSSES = 4
+
+
+@dataclass(eq=False, repr=False)
+class BackwardCalls:
+    """Reads what each backward begins from: one number in host memory, and nothing on a device."""
+
+    _frames: FrameWriter
+    _gradients: BackwardHooks
+    _is_part: bool
+    """One model is watched: losses that reach none of its modules are not looked at."""
+    _look: Callable[[torch.Tensor, bool], None]
+    """Called before a backward with its loss that is not finite, and whether a GradScaler has scaled that."""
+
+    def __post_init__(self) -> None:
+        self._progress = self._frames.progress
+        self._count = 0
+
+    def attach(self, patches: PatchLedger) -> None:
+        """Stand around the function in which torch runs a backward."""
+        patches.replace(torch.autograd, "_engine_run_backward", self._around)
+
+    def _around(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("accumulate_grad") or torch.compiler.is_compiling():
+                return before(t_outputs, *args, **kwargs)
+            bad = self._begins(t_outputs)
+            if not bad:
+                return before(t_outputs, *args, **kwargs)
+            written = self._gradients.losses.written
+            result = before(t_outputs, *args, **kwargs)
+            if not self._is_part and self._gradients.losses.written == written:
+                self._record(bad)
+            return result
+
+        return apart_from_dynamo(run)
+
+    def _begins(self, outputs: Any) -> list[torch.Tensor]:
+        """The losses that are not finite, which have been looked at."""
+        self._count += 1
+        bad: list[torch.Tensor] = []
+        with self._progress.faults.within("the loss"):
+            for each in outputs[:_MOST_LOSSES]:
+                # DTensor and other subclasses would compute: a collective, perhaps
+                if type(each) is torch.Tensor and each.numel() == 1 and not is_on_device(each):
+                    if without_modes(measure, each).meta & 0xFF:
+                        bad.append(each)
+            for each in bad[:1]:
+                self._look(each, self._gradients.scaled)
+        return bad
+
+    def _record(self, bad: list[torch.Tensor]) -> None:
+        with self._progress.faults.within("the loss"), self._progress.lock:
+            without_modes(self._write, bad)
+        self._frames.judging.raise_pending()
+
+    def _write(self, bad: list[torch.Tensor]) -> None:
+        losses, graphs = self._gradients.losses, self._gradients.graphs
+        page = losses.page_without_modules(self._count - 1)
+        roots, refs = tuple(each.grad_fn for each in bad), tuple(map(weakref.ref, bad))
+        before = graphs.running
+        graphs.running = [AutogradGraph(roots, GraphCalls(page.number), losses=refs), *before]
+        try:  # a second look at the alarm asks for it
+            losses.write(bad, page, self._gradients.mark(page))
+        finally:
+            graphs.running = before
