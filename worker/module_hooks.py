@@ -101,7 +101,9 @@ class ModuleHooks:
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         self._root_tensors = RootTensors(frames)
         look = LossLook()
-        second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors, summands, look)
+        second_look = SecondLook(
+            call_frames, steps.steps, scalers, self._root_tensors, summands, look, steps.loose_reader
+        )
         explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)], summands)
         again = SecondBackward(frames, gradients, second_look.gradient_of, running.gathers)
         self.second_runs = SecondRuns(
@@ -136,7 +138,8 @@ class ModuleHooks:
             named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
             named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
-            self._graphs.attach((*called, *self._gradients.hooks))
+            inner = self._backwards.begins, self._backwards.record
+            self._graphs.attach((*called, *self._gradients.hooks, *inner), around=(self._backwards.run,))
             self._patches.at_undo(self._graphs.detach)
         self._replays.attach(self._patches)
         self._loaders.attach(self._patches)

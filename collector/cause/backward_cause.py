@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ...core.events import BadOperation, GraphNode, LookedAgain
+from ...core.events import BadOperation, GraphNode, LookedAgain, OperandNumbers
 from ...core.frames import Frame, FramePhase
 from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
@@ -72,13 +72,29 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
         return _of_loss(facts, first, bad_loss.value, bad_loss.dtype, again)
     if bad_loss is not None or not (is_outside or first.is_origin):
         return None
-    makers = _makers(graph, first.module if first.is_origin else "")
+    where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
+    return _in_derivatives(_makers(graph, first.module if first.is_origin else ""), losses, first.dtype, where)
+
+
+def cause_of_loose(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """The cause of a bad gradient of a parameter of no module. None if the loss was not finite, or huge."""
+    again = _second_look(facts, first)
+    if again is None or not again.gradient or not again.losses:
+        return None
+    if any(loss.value != "finite" or (loss.abs_max or 0.0) > _HUGE for loss in again.losses):
+        return None
+    return _in_derivatives(_makers(again.graph, ""), again.losses, first.dtype, f"between `{first.role}` and the loss")
+
+
+def _in_derivatives(
+    makers: Sequence[GraphNode], losses: Sequence[OperandNumbers], dtype: str, where: str
+) -> OverflowCause | None:
+    """Those of the operations that have a derivative that may not be finite. `where`: they are, as a clause."""
     names = _singular(makers)
     # what a function of the script's own does is not known; a gradient of 16 bits may be too large
-    if not names or any(node.opaque for node in makers) or first.dtype in DTYPES_OF_16_BITS:
+    if not names or any(node.opaque for node in makers) or dtype in DTYPES_OF_16_BITS:
         return None
     rules = {name: derivative_rule(name) for name in names}
-    where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
     listed = " and ".join(f"`{name}` ({rule.where})" for name, rule in rules.items())
     has = "has a derivative" if len(rules) == 1 else "have derivatives"
     size = f"the loss is finite ({number_text(losses[0].abs_max)}); " if losses and losses[0].value == "finite" else ""

@@ -14,7 +14,7 @@ from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.model import OverflowCause
-from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loss, cause_of_scale
+from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loose, cause_of_loss, cause_of_scale
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples
 from .derivative_rules import INSIDE
@@ -45,7 +45,7 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
     if first.phase == FramePhase.LOSS:
         return _of_loss(clues, domain)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
-        return of_growth(clues)
+        return of_growth(clues) or cause_of_loose(clues.facts, first)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.weight.others_changed:
         return None
     return _of_forward(clues)

@@ -72,8 +72,9 @@ def of_range(operation: BadOperation) -> OverflowCause | None:
     return OverflowCause(
         "domain",
         _E,
-        f"{named_with_variables(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, on these "
-        f"operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot hold",
+        f"{named_with_variables(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, "
+        f"on these operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot "
+        "hold",
         [f"float32 cannot hold its result: {operation_rule(operation).mend}."],
         [in_float64],
     )

@@ -156,7 +156,8 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
         than = f"a different {first.role} of {first.place} than {ranks_text(odd.ranks)} in {batch}{made}"
         return f"{who} has {than}; this rank's copy differs from the others'{since}"
     if first.seen_in == FramePhase.OPTIMIZER:
-        return f"{had} after the step of {batch}; the gradient that went into that step was not read"
+        history = first.weight.history or "the gradient that went into that step was not read"
+        return f"{had} after the step of {batch}; {history}"
     return f"{had} at the start of its forward in {batch}{f'; {first.weight.history}' if first.weight.history else ''}"
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .scripts import BAD, KnownCause, Own, of_loss
+from .scripts import BAD, KnownCause, of_loss
 
 Formula = Callable[[torch.Tensor, bool], torch.Tensor]
 """(weight [6, 3], whether it is the bad batch) -> loss"""
@@ -101,7 +101,9 @@ def hidden(weight: torch.Tensor, bad: bool) -> torch.Tensor:
 
 
 def checkpointed(weight: torch.Tensor, bad: bool) -> torch.Tensor:
-    return checkpoint(lambda x: (x * factor(bad)).log().exp() + (x * factor(bad)).log(), weight, use_reentrant=False).sum()
+    return checkpoint(
+        lambda x: (x * factor(bad)).log().exp() + (x * factor(bad)).log(), weight, use_reentrant=False
+    ).sum()
 
 
 def changed_in_place(weight: torch.Tensor, bad: bool) -> torch.Tensor:
@@ -136,6 +138,57 @@ def kl(out: torch.Tensor, n: int) -> torch.Tensor:
 def quotient(out: torch.Tensor, n: int) -> torch.Tensor:
     weight = (-(out.square() + 1) * (1e5 if n == BAD else 1.0)).exp()
     return (weight / weight.sum(0) * out).mean()
+
+
+def between(formula: Formula, change: Callable[[torch.Tensor, bool], None]) -> Callable[[], None]:
+    """Changes the weight's gradient between backward and step. No derivative is to blame."""
+
+    def train() -> None:
+        weight = torch.linspace(0.1, 1.0, 18).reshape(6, 3).requires_grad_()
+        optimizer = torch.optim.SGD([weight], 1e-3)
+        for n in range(5):
+            loss = formula(weight, False)
+            optimizer.zero_grad()
+            loss.backward()
+            change(weight, n == BAD)
+            optimizer.step()
+
+    return train
+
+
+def distance(weight: torch.Tensor, bad: bool) -> torch.Tensor:
+    return (weight * factor(bad)).square().sum(0).sqrt().sum()
+
+
+def clipped(weight: torch.Tensor, bad: bool) -> None:
+    assert weight.grad is not None
+    weight.grad /= weight.grad.norm() * factor(bad)
+
+
+def replaced(weight: torch.Tensor, bad: bool) -> None:
+    assert weight.grad is not None
+    weight.grad = weight.grad * factor(bad, float("nan"))
+
+
+def hooked(weight: torch.Tensor, bad: bool) -> torch.Tensor:
+    if bad:
+        weight.register_hook(lambda gradient: gradient * float("nan"))
+    return distance(weight, False)
+
+
+def with_own_function(weight: torch.Tensor, bad: bool) -> torch.Tensor:
+    return distance(Poisoned.apply(weight, bad), False)
+
+
+class Poisoned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: bool) -> torch.Tensor:
+        ctx.bad = bad
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * factor(ctx.bad, float("nan")), None
 
 
 def own(name: str, says: str, advises: str, formula: Formula) -> KnownCause:
@@ -175,3 +228,23 @@ UNPROVED = [
     KnownCause("a weight that was nan", "", "", "", bad_before),
 ]
 """No operation may be named. `says` and `advises` are not used."""
+
+GRADIENTS = [
+    own("sqrt at 0", "`sqrt` (at 0)", "Make what `sqrt` is handed safe", distance),
+    own(
+        "where around sqrt",
+        "`sqrt` (at 0)",
+        "Make what `sqrt` is handed safe",
+        lambda w, bad: torch.where(w > 0.5, (w * factor(bad)).sqrt(), w).sum(),
+    ),
+    own("a root", "`pow` (at 0", "Make what `pow`", lambda w, bad: (w * factor(bad)).pow(0.5).sum()),
+]
+"""The loss is finite, and the gradient is not."""
+
+CHANGED = [
+    KnownCause("a clip by norm 0", "", "", "", between(distance, clipped)),
+    KnownCause("a gradient that is replaced", "", "", "", between(distance, replaced)),
+    KnownCause("a hook on the weight", "", "", "", plain(hooked)),
+    KnownCause("a backward of its own", "", "", "", plain(with_own_function)),
+]
+"""No derivative is to blame, though `sqrt` is in the graph."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .benchmark import verdict_on
-from .plain_tensors import PLAIN, RETURNED, UNPROVED
+from .plain_tensors import CHANGED, GRADIENTS, PLAIN, RETURNED, UNPROVED
 from .scripts import KnownCause
 
 
@@ -13,6 +13,7 @@ def names_of(cases: list[KnownCause]) -> list[str]:
     return [known.name.replace(" ", "-") for known in cases]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("known", [*PLAIN, *RETURNED], ids=names_of([*PLAIN, *RETURNED]))
 def test_the_operation_is_proved(known: KnownCause):
     verdict = verdict_on(known.train)
@@ -26,8 +27,28 @@ def test_the_operation_is_proved(known: KnownCause):
     assert verdict.operation.output.is_bad and not any(each.is_bad for each in verdict.operation.inputs)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("known", UNPROVED, ids=names_of(UNPROVED))
 def test_no_operation_is_named_where_none_is_proved(known: KnownCause):
     verdict = verdict_on(known.train)
     assert (verdict.kind, verdict.operation) == ("overflow", None), verdict
     assert verdict.cause is None or verdict.cause.certainty != "established", verdict.cause
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("known", GRADIENTS, ids=names_of(GRADIENTS))
+def test_the_derivative_is_named_where_the_loss_is_finite(known: KnownCause):
+    verdict = verdict_on(known.train)
+    assert (verdict.kind, verdict.role) == ("overflow", "params[0]"), verdict.statement
+    assert "its gradient was" in verdict.statement
+    assert verdict.cause is not None, verdict
+    assert (verdict.cause.kind, verdict.cause.certainty) == (known.kind, "supported")
+    assert known.says in verdict.cause.statement
+    assert known.advises in verdict.next[0]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("known", CHANGED, ids=names_of(CHANGED))
+def test_no_derivative_is_named_where_something_else_changed_the_gradient(known: KnownCause):
+    verdict = verdict_on(known.train)
+    assert (verdict.kind, verdict.role, verdict.cause) == ("overflow", "params[0]", None), verdict

@@ -131,9 +131,36 @@ def _spread(func: Any) -> NodeRule:
 
 
 _ELEMENTWISE = (
-    "acos acosh asin atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 neg reciprocal "
-    "relu rsqrt sigmoid silu sin sinh sqrt tan tanh"
-).split()
+    "acos",
+    "acosh",
+    "asin",
+    "atanh",
+    "cos",
+    "cosh",
+    "digamma",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "neg",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+)
 _CLASSES = {"log1p": "Log1P"}
 _KEEPS = ("neg",)
 
@@ -211,9 +238,7 @@ NODE_RULES: dict[str, NodeRule] = {
         _AS_SHAPED,
     ),
     "CloneBackward0": _of(aten.clone.default, keeps=ALL, moves=True),
-    "ExpandBackward0": _like(
-        aten.expand.default, lambda node, given: (given[0], _shape(node)), keeps=ALL, moves=True
-    ),
+    "ExpandBackward0": _like(aten.expand.default, lambda node, given: (given[0], _shape(node)), keeps=ALL, moves=True),
     "TBackward0": _of(aten.t.default, keeps=ALL, moves=True),
     "TransposeBackward0": _of(aten.transpose.int, numbers=("dim0", "dim1"), keeps=ALL, moves=True),
     "PermuteBackward0": _of(aten.permute.default, numbers=("dims",), keeps=ALL, moves=True),
@@ -221,9 +246,7 @@ NODE_RULES: dict[str, NodeRule] = {
     "SliceBackward0": _of(aten.slice.Tensor, numbers=("dim", "start", "end", "step"), moves=True),
     "DiagonalBackward0": _of(aten.diagonal.default, numbers=("offset", "dim1", "dim2"), moves=True),
     "SplitBackward0": _of(aten.split.Tensor, numbers=("split_size", "dim"), moves=True),
-    "SplitWithSizesBackward0": _of(
-        aten.split_with_sizes.default, numbers=("split_sizes", "dim"), moves=True
-    ),
+    "SplitWithSizesBackward0": _of(aten.split_with_sizes.default, numbers=("split_sizes", "dim"), moves=True),
     "UnbindBackward0": _of(aten.unbind.int, numbers=("dim",), moves=True),
     "IndexBackward0": _like(aten.index.Tensor, _indices, moves=True),
     "GatherBackward0": _like(aten.gather.default, _gathered, moves=True),

@@ -73,5 +73,6 @@ def saved_tensor(node: Any, what: str) -> torch.Tensor | None:
     if raw is None or getattr(raw, "unpack_hook", raw) is not None:  # torch before 2.13 does not tell
         return None
     saved = getattr(node, f"_saved_{what}", None)
-    is_small = isinstance(saved, torch.Tensor) and saved.numel() <= _MOST_ELEMENTS
-    return saved.detach() if is_small else None
+    if not isinstance(saved, torch.Tensor) or saved.numel() > _MOST_ELEMENTS:
+        return None
+    return saved.detach()

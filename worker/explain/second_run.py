@@ -67,8 +67,8 @@ from .forward_thread import (
     random_numbers,
     runs_eagerly,
 )
-from .loss_look import LossLook
 from .kept_call import KeptCall, WeakTensor, is_tensor, kept_tensor, redirection, still_there
+from .loss_look import LossLook
 from .odd_samples import odd_samples, with_others
 from .operands import numbers_of
 from .operation_trials import trial_of

@@ -130,6 +130,8 @@ class BackwardHooks:
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
         self.given = GivenGradients()
+        self.began_from: tuple[weakref.ref[torch.Tensor], ...] = ()
+        """The losses of the last backward that the script has called."""
         self.after_backward: Callable[[bool], None] = lambda has_arrived: None
         """Called as a backward ends, with whether no number is outstanding."""
         self._stream: StreamKey | None = None

@@ -6,16 +6,16 @@ the script's own reaches no module: if it is not finite, it is recorded here, wh
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..compile.attach import apart_from_dynamo
-from ..device.device import is_on_device, without_modes
+from ..device.device import has_modes, is_on_device, without_modes
 from ..patches import PatchLedger
 from ..record.autograd_graph import AutogradGraph, GraphCalls
 from ..record.frame_writer import FrameWriter
@@ -42,39 +42,40 @@ class BackwardCalls:
 
     def attach(self, patches: PatchLedger) -> None:
         """Stand around the function in which torch runs a backward."""
-        patches.replace(torch.autograd, "_engine_run_backward", self._around)
+        patches.replace(torch.autograd, "_engine_run_backward", lambda before: partial(self.run, before))
 
-    def _around(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(before)
-        def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("accumulate_grad") or torch.compiler.is_compiling():
-                return before(t_outputs, *args, **kwargs)
-            bad = self._begins(t_outputs)
-            if not bad:
-                return before(t_outputs, *args, **kwargs)
-            written = self._gradients.losses.written
-            result = before(t_outputs, *args, **kwargs)
-            if not self._is_part and self._gradients.losses.written == written:
-                self._record(bad)
-            return result
+    def run(self, before: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward from `outputs`, as `before` does."""
+        if not kwargs.get("accumulate_grad") or torch.compiler.is_compiling():
+            return before(outputs, *args, **kwargs)
+        bad = self.begins(outputs)
+        if not bad:
+            return before(outputs, *args, **kwargs)
+        written = self._gradients.losses.written
+        result = before(outputs, *args, **kwargs)
+        if not (self._is_part or self._progress.skipped) and self._gradients.losses.written == written:
+            self.record(bad)
+        return result
 
-        return apart_from_dynamo(run)
-
-    def _begins(self, outputs: Any) -> list[torch.Tensor]:
+    def begins(self, outputs: Any) -> list[torch.Tensor]:
         """The losses that are not finite, which have been looked at."""
         self._count += 1
         bad: list[torch.Tensor] = []
+        found: tuple[weakref.ref[torch.Tensor], ...] = ()
         with self._progress.faults.within("the loss"):
             for each in outputs[:_MOST_LOSSES]:
                 # DTensor and other subclasses would compute: a collective, perhaps
                 if type(each) is torch.Tensor and each.numel() == 1 and not is_on_device(each):
-                    if without_modes(measure, each).meta & 0xFF:
+                    found = (*found, weakref.ref(each))
+                    if _is_bad(each):
                         bad.append(each)
+            self._gradients.began_from = found
             for each in bad[:1]:
                 self._look(each, self._gradients.scaled)
         return bad
 
-    def _record(self, bad: list[torch.Tensor]) -> None:
+    def record(self, bad: list[torch.Tensor]) -> None:
+        """Record these losses, whose backward has reached no module. Raises OverflowDetected if the job is to end."""
         with self._progress.faults.within("the loss"), self._progress.lock:
             without_modes(self._write, bad)
         self._frames.judging.raise_pending()
@@ -89,3 +90,9 @@ class BackwardCalls:
             losses.write(bad, page, self._gradients.mark(page))
         finally:
             graphs.running = before
+
+
+def _is_bad(loss: torch.Tensor) -> bool:
+    if has_modes():
+        return bool(without_modes(measure, loss).meta & 0xFF)
+    return loss.dtype.is_floating_point and not math.isfinite(loss.item())
