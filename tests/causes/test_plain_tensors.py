@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from .benchmark import verdict_on
 from .plain_tensors import CHANGED, GRADIENTS, PLAIN, RETURNED, UNPROVED
@@ -33,6 +34,26 @@ def test_no_operation_is_named_where_none_is_proved(known: KnownCause):
     verdict = verdict_on(known.train)
     assert (verdict.kind, verdict.operation) == ("overflow", None), verdict
     assert verdict.cause is None or verdict.cause.certainty != "established", verdict.cause
+
+
+def test_nothing_is_unpacked_that_the_script_has_packed():
+    unpacked: list[int] = []
+
+    def train() -> None:
+        weight = torch.full((6, 3), 0.0, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor, lambda tensor: unpacked.append(1) or tensor
+        ):
+            logs = weight.log()
+            masked = torch.where(logs < 0, logs, weight).masked_select(logs < 0)
+            loss = masked[torch.arange(3)].gather(0, torch.arange(2)).sum()
+        loss.backward()
+
+    train()
+    alone, unpacked[:] = len(unpacked), []
+    verdict = verdict_on(train)
+    assert (verdict.kind, verdict.phase, verdict.operation) == ("overflow", "loss", None)
+    assert len(unpacked) == alone > 0
 
 
 @pytest.mark.quick(1)

@@ -43,8 +43,15 @@ class NodeRule(NamedTuple):
     """It moves elements, and computes none: a bad result shows a bad operand."""
 
 
-def saved_number(node: Any, name: str) -> Any:
-    """A saved number, or a tuple of some, with its sign."""
+def saved(node: Any, name: str) -> Any:
+    """What a node has saved: a tensor, a number with its sign, or a list of some.
+
+    Raises LookupError if it would have to be unpacked, as `saved_tensor` says.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    for each in raw if isinstance(raw, tuple) else (raw,):
+        if each is not None and getattr(each, "unpack_hook", each) is not None:
+            raise LookupError(f"{name} would have to be unpacked")
     value = getattr(node, f"_saved_{name}")
     if isinstance(value, tuple):
         return [_signed(each) for each in value]
@@ -53,6 +60,11 @@ def saved_number(node: Any, name: str) -> Any:
 
 def _signed(value: Any) -> Any:
     return value - 2 * _UNSIGNED if isinstance(value, int) and value >= _UNSIGNED else value
+
+
+def _without_function(name: str) -> Any:
+    """An operation for which torch has no function of this name: its own begins with `_`."""
+    return getattr(aten, f"_{name}").default
 
 
 def _shape(node: Any) -> list[int]:
@@ -65,8 +77,8 @@ def _of(
     """A rule of an operation that takes its operands, and then saved numbers. `named`: keyword -> saved number."""
 
     def call(node: Any, given: Operands) -> NodeCall:
-        own = (saved_number(node, name) for name in numbers)
-        return NodeCall(func, (*given, *own), {key: saved_number(node, name) for key, name in named.items()})
+        own = (saved(node, name) for name in numbers)
+        return NodeCall(func, (*given, *own), {key: saved(node, name) for key, name in named.items()})
 
     return NodeRule(operands or ("",), call, keeps, moves)
 
@@ -80,52 +92,52 @@ _AS_SHAPED = _like(aten.reshape.default, lambda node, given: (given[0], _shape(n
 
 
 def _indices(node: Any, given: Operands) -> tuple[Any, ...]:
-    return given[0], list(node._saved_indices)
+    return given[0], list(saved(node, "indices"))
 
 
 def _with_mask(node: Any, given: Operands) -> tuple[Any, ...]:
-    return given[0], node._saved_mask
+    return given[0], saved(node, "mask")
 
 
 def _condition(node: Any, given: Operands) -> tuple[Any, ...]:
-    return (node._saved_condition, *given)
+    return (saved(node, "condition"), *given)
 
 
 def _gathered(node: Any, given: Operands) -> tuple[Any, ...]:
-    return given[0], saved_number(node, "dim"), node._saved_index
+    return given[0], saved(node, "dim"), saved(node, "index")
 
 
 def _embedded(node: Any, given: Operands) -> tuple[Any, ...]:
-    return given[0], node._saved_indices
+    return given[0], saved(node, "indices")
 
 
 def _listed(node: Any, given: Operands) -> tuple[Any, ...]:
-    return list(given), saved_number(node, "dim")
+    return list(given), saved(node, "dim")
 
 
 def _cast(node: Any, given: Operands) -> NodeCall:
-    return NodeCall(aten._to_copy.default, given, {"dtype": node._input_metadata[0].dtype})
+    return NodeCall(_without_function("to_copy"), given, {"dtype": node._input_metadata[0].dtype})
 
 
 def _linear(node: Any, given: Operands) -> NodeCall:
-    scales = {name: saved_number(node, name) for name in ("beta", "alpha")}
+    scales = {name: saved(node, name) for name in ("beta", "alpha")}
     return NodeCall(aten.addmm.default, given, scales)
 
 
 def _labelled(node: Any, given: Operands) -> tuple[Any, ...]:
-    more = saved_number(node, "reduction"), saved_number(node, "ignore_index")
-    return given[0], node._saved_target, node._saved_weight, *more
+    more = saved(node, "reduction"), saved(node, "ignore_index")
+    return given[0], saved(node, "target"), saved(node, "weight"), *more
 
 
 def _normed(node: Any, given: Operands) -> NodeCall:
-    args = saved_number(node, "ord"), saved_number(node, "dim"), saved_number(node, "keepdim")
+    args = saved(node, "ord"), saved(node, "dim"), saved(node, "keepdim")
     return NodeCall(aten.linalg_vector_norm.default, (*given, *args))
 
 
 def _spread(func: Any) -> NodeRule:
     def call(node: Any, given: Operands) -> NodeCall:
-        options = {"correction": saved_number(node, "correction"), "keepdim": saved_number(node, "keepdim")}
-        return NodeCall(func, (*given, saved_number(node, "dim")), options)
+        options = {"correction": saved(node, "correction"), "keepdim": saved(node, "keepdim")}
+        return NodeCall(func, (*given, saved(node, "dim")), options)
 
     return NodeRule(("self",), call)
 
@@ -217,9 +229,9 @@ NODE_RULES: dict[str, NodeRule] = {
     "MaxBackward1": _of(aten.max.default, "self"),
     "MinBackward1": _of(aten.min.default, "self"),
     # losses
-    "SoftmaxBackward0": _like(aten._softmax.default, lambda node, given: (*given, saved_number(node, "dim"), False)),
+    "SoftmaxBackward0": _like(_without_function("softmax"), lambda node, given: (*given, saved(node, "dim"), False)),
     "LogSoftmaxBackward0": _like(
-        aten._log_softmax.default, lambda node, given: (*given, saved_number(node, "dim"), False)
+        _without_function("log_softmax"), lambda node, given: (*given, saved(node, "dim"), False)
     ),
     "NllLossBackward0": _like(aten.nll_loss_forward.default, _labelled, "self"),
     "NllLoss2DBackward0": _like(aten.nll_loss2d_forward.default, _labelled, "self"),

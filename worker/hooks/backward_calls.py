@@ -65,7 +65,9 @@ class BackwardCalls:
         with self._progress.faults.within("the loss"):
             for each in outputs[:_MOST_LOSSES]:
                 # DTensor and other subclasses would compute: a collective, perhaps
-                if type(each) is torch.Tensor and each.numel() == 1 and not is_on_device(each):
+                if type(each) is not torch.Tensor or each.layout is not torch.strided or each.is_nested:
+                    continue
+                if each.numel() == 1 and not is_on_device(each):
                     found = (*found, weakref.ref(each))
                     if _is_bad(each):
                         bad.append(each)
@@ -83,7 +85,8 @@ class BackwardCalls:
     def _write(self, bad: list[torch.Tensor]) -> None:
         losses, graphs = self._gradients.losses, self._gradients.graphs
         page = losses.page_without_modules(self._count - 1)
-        roots, refs = tuple(each.grad_fn for each in bad), tuple(map(weakref.ref, bad))
+        roots = tuple(each.grad_fn for each in bad if each.grad_fn is not None)
+        refs = tuple(map(weakref.ref, bad))
         before = graphs.running
         graphs.running = [AutogradGraph(roots, GraphCalls(page.number), losses=refs), *before]
         try:  # a second look at the alarm asks for it
