@@ -47,6 +47,7 @@ class TorchName(NamedTuple):
 # -- what the report lacks without a name -----------------------------------------------------------------------------
 
 LINE = "the operation that made an overflow is not looked for"
+LOSS = "the operation that made a bad loss is not looked for"
 BUFFERS = "looking at buffers takes longer"
 NOTHING_SEEN = "the training is not recorded"
 KWARGS = "keyword arguments are not in the frames"
@@ -129,6 +130,7 @@ NAMES = (
     TorchName("torch._C", "_current_autograd_node", GRAPH),
     TorchName("torch.autograd", "_get_sequence_nr", GRAPH),
     TorchName("torch.autograd.graph", "_engine_run_backward", GRAPH),
+    TorchName("torch.autograd", "_engine_run_backward", LOSS),
     TorchName("torch.autograd.function", "BackwardCFunction", GRAPH),
     TorchName(_NODE, "_sequence_nr", GRAPH),
     TorchName(_NODE, "_input_metadata", GRAPH),

@@ -20,10 +20,12 @@ from .device.device import without_modes
 from .device.graph_replays import GraphReplays
 from .explain.batch_source import BatchSources
 from .explain.explained_batch import ExplainedBatch
+from .explain.loss_look import LossLook
 from .explain.second_backward import SecondBackward
 from .explain.second_look import SecondLook
 from .explain.second_run import SecondRuns
 from .hooks.backward import BackwardHooks
+from .hooks.backward_calls import BackwardCalls
 from .hooks.call_frames import CallFrames
 from .hooks.data_loaders import DataLoaderHooks
 from .hooks.global_hooks import GlobalHooks, RunningCalls, patch_exports
@@ -98,10 +100,16 @@ class ModuleHooks:
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         self._root_tensors = RootTensors(frames)
-        second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors, summands)
+        look = LossLook()
+        second_look = SecondLook(
+            call_frames, steps.steps, scalers, self._root_tensors, summands, look, steps.loose_reader
+        )
         explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)], summands)
         again = SecondBackward(frames, gradients, second_look.gradient_of, running.gathers)
-        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained, again)
+        self.second_runs = SecondRuns(
+            frames, running, global_hooks, lambda: bool(policy.around), explained, again, look
+        )
+        self._backwards = BackwardCalls(frames, gradients, only is not None, self.second_runs.loss_is_bad)
         gradients.after_backward = self.second_runs.backward_ends
         self._loaders = DataLoaderHooks(progress.faults)
         self._sources = sources = BatchSources(progress, self._loaders)
@@ -125,11 +133,13 @@ class ModuleHooks:
             self._gradients.attach()
             self._patches.at_undo(self._gradients.detach)
             self._scalers.attach(self._patches)
+            self._backwards.attach(self._patches)
         if "forward" in self._watch:
             named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
             named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
-            self._graphs.attach((*called, *self._gradients.hooks))
+            inner = self._backwards.begins, self._backwards.record
+            self._graphs.attach((*called, *self._gradients.hooks, *inner), around=(self._backwards.run,))
             self._patches.at_undo(self._graphs.detach)
         self._replays.attach(self._patches)
         self._loaders.attach(self._patches)

@@ -13,6 +13,7 @@ import msgspec
 
 from ...core.events.alarm_evidence import BadOperation
 from ...core.events.looked_again import GraphNode, LookedAgain
+from ...core.events.read_tensors import OperandNumbers
 from ...core.frames import Frame, FramePhase
 from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
@@ -46,6 +47,12 @@ def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | Non
     return _of_loss(facts, first, first.value, first.dtype, again)
 
 
+def cause_of_scale(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """The cause where a GradScaler's scale made a loss of float16 inf; None if it did not."""
+    again = _second_look(facts, first)
+    return _of_scale(first.value, first.dtype, again) if again is not None else None
+
+
 def _second_look(facts: RunFacts, first: LocalDiagnosis) -> LookedAgain | None:
     """None if there is none at this batch, or if the value may come from another rank."""
     rank = facts.one(first.attempt, first.rank)
@@ -67,13 +74,29 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
         return _of_loss(facts, first, bad_loss.value, bad_loss.dtype, again)
     if bad_loss is not None or not (is_outside or first.is_origin):
         return None
-    makers = _makers(graph, first.module if first.is_origin else "")
+    where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
+    return _in_derivatives(_makers(graph, first.module if first.is_origin else ""), losses, first.dtype, where)
+
+
+def cause_of_loose(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
+    """The cause of a bad gradient of a parameter of no module. None if the loss was not finite, or huge."""
+    again = _second_look(facts, first)
+    if again is None or not again.gradient or not again.losses:
+        return None
+    if any(loss.value != "finite" or (loss.abs_max or 0.0) > _HUGE for loss in again.losses):
+        return None
+    return _in_derivatives(_makers(again.graph, ""), again.losses, first.dtype, f"between `{first.role}` and the loss")
+
+
+def _in_derivatives(
+    makers: Sequence[GraphNode], losses: Sequence[OperandNumbers], dtype: str, where: str
+) -> OverflowCause | None:
+    """Those of the operations that have a derivative that may not be finite. `where`: they are, as a clause."""
     names = _singular(makers)
     # what a function of the script's own does is not known; a gradient of 16 bits may be too large
-    if not names or any(node.opaque for node in makers) or first.dtype in DTYPES_OF_16_BITS:
+    if not names or any(node.opaque for node in makers) or dtype in DTYPES_OF_16_BITS:
         return None
     rules = {name: derivative_rule(name) for name in names}
-    where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
     listed = " and ".join(f"`{name}` ({rule.where})" for name, rule in rules.items())
     has = "has a derivative" if len(rules) == 1 else "have derivatives"
     size = f"the loss is finite ({number_text(losses[0].abs_max)}); " if losses and losses[0].value == "finite" else ""
@@ -122,16 +145,13 @@ def _of_loss(
     facts: RunFacts, first: LocalDiagnosis, value: str, dtype: str, again: LookedAgain
 ) -> OverflowCause | None:
     """The loss was not finite before the backward began, and what the model returned was."""
-    if dtype == "float16" and value == "+inf" and again.loss_scale is not None and again.loss_scale > 1:
-        return OverflowCause(
-            "scale",
-            Certainty.SUPPORTED,
-            f"the loss times the GradScaler's scale of {again.loss_scale:g} is {value} in float16",
-            ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
-        )
+    scale = _of_scale(value, dtype, again)
+    if scale is not None:
+        return scale
     if _largest_output(facts, first) > _HUGE:
         return None  # a loss of such outputs may be too large a number
-    lead = f"the loss was {value} before its backward began, and what the model returned was finite"
+    lead = f"the loss was {value} before its backward began"
+    lead += ", and what the model returned was finite" if what_script_got(_forward(facts, first)) else ""
     in_script = cause_in_script(again.script, f"{lead}; ")
     if in_script is not None and in_script.kind == "domain":
         return in_script
@@ -146,6 +166,17 @@ def _of_loss(
         Certainty.SUPPORTED,
         f"{lead}: the script's own loss has made it",
         mends or ["Look at the code of the script that computes the loss from what the model returns."],
+    )
+
+
+def _of_scale(value: str, dtype: str, again: LookedAgain) -> OverflowCause | None:
+    if dtype != "float16" or value != "+inf" or again.loss_scale is None or again.loss_scale <= 1:
+        return None
+    return OverflowCause(
+        "scale",
+        Certainty.SUPPORTED,
+        f"the loss times the GradScaler's scale of {again.loss_scale:g} is {value} in float16",
+        ["Compute the loss in float32 (loss.float() before scaler.scale), or begin with a smaller init_scale."],
     )
 
 

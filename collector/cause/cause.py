@@ -14,7 +14,7 @@ from ...core.frames import FramePhase, module_text
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.verdict import OverflowCause
-from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loss
+from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loose, cause_of_loss, cause_of_scale
 from .cause_clues import CauseClues
 from .data_cause import of_bad_input, of_batch, of_input, of_samples
 from .derivative_rules import INSIDE
@@ -42,15 +42,26 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_mask(first)
     if first.phase == FramePhase.BACKWARD:
         return _of_backward(clues, domain)
-    if first.phase == FramePhase.LOSS and clues.operation is not None and domain:
-        return of_domain(clues, clues.operation, domain)
     if first.phase == FramePhase.LOSS:
-        return of_growth(clues) or cause_of_loss(clues.facts, first)
+        return _of_loss(clues, domain)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
-        return of_growth(clues)
+        return of_growth(clues) or cause_of_loose(clues.facts, first)
     if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.weight.others_changed:
         return None
     return _of_forward(clues)
+
+
+def _of_loss(clues: CauseClues, domain: str) -> OverflowCause | None:
+    operation = clues.operation
+    if operation is not None and domain and not is_large_in_float64(operation):
+        return of_domain(clues, operation, domain)
+    large = of_growth(clues) or cause_of_scale(clues.facts, clues.first)
+    if operation is None:
+        return large or cause_of_loss(clues.facts, clues.first)
+    if is_of_closed_rows(operation):
+        return of_closed_rows(operation)
+    large = large or of_precision(operation)
+    return large or (of_domain(clues, operation, domain) if domain else of_range(operation))
 
 
 def _of_backward(clues: CauseClues, domain: str) -> OverflowCause | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...core.events.alarm_evidence import SAMPLES, BadOperation
+from ...core.text import joined
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
@@ -21,7 +22,7 @@ KEEP_OPEN = (
 def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> OverflowCause:
     """An operand was outside of what the operation is defined for."""
     in_float64 = trial_in(operation.trials, "float64")
-    parts = [f"{named(operation)}: {words}"]
+    parts = [f"{named_with_variables(operation)}: {words}"]
     if operation.handed:
         parts[0] += f" (first element: {', '.join(f'{number:.9g}' for number in operation.handed)} in)"
     if in_float64 is not None and in_float64.value != "finite":
@@ -71,8 +72,9 @@ def of_range(operation: BadOperation) -> OverflowCause | None:
     return OverflowCause(
         "domain",
         _E,
-        f"{named(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, on these "
-        f"operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot hold",
+        f"{named_with_variables(operation)}: {words}{first if operation.handed else ''}; tried: this operation alone, "
+        f"on these operands, is finite in float64, abs max {number_text(in_float64.abs_max)}, which float32 cannot "
+        "hold",
         [f"float32 cannot hold its result: {operation_rule(operation).mend}."],
         [in_float64],
     )
@@ -92,6 +94,12 @@ def of_closed_rows(operation: BadOperation) -> OverflowCause:
         f"{named(operation)} was handed rows that are -inf throughout, and made nan of them: {operation.element}",
         [KEEP_OPEN],
     )
+
+
+def named_with_variables(operation: BadOperation) -> str:
+    """`log` of `p`; without the script's variables where they are not known."""
+    handed = [f"`{name}`" for name in operation.variables]
+    return f"{named(operation)}{f' of {joined(handed)}' if handed else ''}"
 
 
 def named(operation: BadOperation) -> str:

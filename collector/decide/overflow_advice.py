@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from ...core.events.alarm_evidence import BadOperation
 from ...core.frames import FramePhase
-from ...core.roles import RoleKind, parse_role
+from ...core.roles import RoleKind, is_param_group, parse_role
 from ...core.text import joined
 from ..cause.data_cause import LOOK_AT_LOADER
 from ..facts.diagnosis import LocalDiagnosis, number_text
@@ -186,6 +186,8 @@ def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.weight.computed:
         return "Check the code that computes this weight, and its inputs."
     if first.seen_in == FramePhase.OPTIMIZER:
+        if is_param_group(first.module) and first.weight.history:
+            return "Look at what the script computes between that tensor and the loss."
         if clues.gradients:
             return "Look at what else changes that weight: that batch shows no gradient of it, but shows others."
         return "Watch the gradients, too: --watch forward,grads,weights."

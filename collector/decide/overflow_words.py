@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events.alarm_evidence import BadOperation, SecondRun, operation_text
-from ...core.frames import FramePhase, module_text
+from ...core.frames import LOSS_CLASS, FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
@@ -102,7 +102,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
     if first.phase == FramePhase.LOSS:
-        return f"{lead}{first.value} in the loss, after the forward of {batch}"
+        when = f"after the forward of {batch}" if first.root != LOSS_CLASS else f"backward {batch.partition(' ')[2]}"
+        return f"{lead}{first.value} in the loss, {when}"
     if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
     if first.phase == FramePhase.OPTIMIZER:
@@ -155,7 +156,8 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
         than = f"a different {first.role} of {first.place} than {ranks_text(odd.ranks)} in {batch}{made}"
         return f"{who} has {than}; this rank's copy differs from the others'{since}"
     if first.seen_in == FramePhase.OPTIMIZER:
-        return f"{had} after the step of {batch}; the gradient that went into that step was not read"
+        history = first.weight.history or "the gradient that went into that step was not read"
+        return f"{had} after the step of {batch}; {history}"
     return f"{had} at the start of its forward in {batch}{f'; {first.weight.history}' if first.weight.history else ''}"
 
 

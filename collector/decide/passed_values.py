@@ -198,7 +198,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
 
     It is `received` if ranks may have passed it on that run other models: those hand each other what they compute.
     """
-    page = page_of(facts, found) if found.source == "outside" else None
+    page = page_of(facts, found) if found.source == "outside" and not found.proved else None
     frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
     if page is None or frame is None:
         return found

@@ -69,6 +69,8 @@ class LocalDiagnosis:
     mask: MaskEvidence = field(default_factory=MaskEvidence)
     bad_buffers: tuple[str, ...] = ()
     """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
+    proved: bool = False
+    """An operation of this rank has made the value of finite operands."""
     passed: bool = False
     """The model's input may come from another rank or another model."""
     puts: tuple[PassedTensor, ...] = ()

@@ -23,6 +23,8 @@ def explain_loss(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
     read = (RowKind.MEASURED, RowKind.EMPTY, RowKind.NONE, RowKind.NOT_A_TENSOR)
     is_read = any(row.kind == RowKind.MEASURED for _, row in returned) and all(row.kind in read for _, row in returned)
     sure = not notes and is_read and bool(again.own_code_of) and not (again.held or again.threads)
+    if again.proved:
+        return alarm.diagnosis(frame, row, "outside", FramePhase.LOSS, sure=True, proved=True)
     return alarm.diagnosis(frame, row, "outside", FramePhase.LOSS, sure=sure, notes=notes)
 
 

@@ -195,6 +195,8 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
     step = alarm.anomaly.optimizer
     source: Source = "weight"
     sure, history = not is_param_group(frame.module), ""  # its gradient has no frames, nor what was computed with it
+    if alarm.again.gradient:
+        history = f"its gradient was {alarm.again.gradient}, as the backward before that step had made it"
     if not was_bad and had_none:
         source, sure = "changed", before is not None and is_torchs(step)
         history = "it had no gradient, and a step changes no weight without one"

@@ -84,6 +84,8 @@ class BadOperation(msgspec.Struct, frozen=True):
     columns: tuple[int, int] | None = None
     """The operation's part of `code`: its first character, and the one behind its last. It ends with the line, if the
     operation goes on in the next one. None: not known. Python 3.10 has none, nor have autograd's notes of a forward."""
+    variables: list[str] = []
+    """Of a loss: the script's variables that hold its operands, as far as they are known."""
 
 
 def operation_text(found: BadOperation, width: int = 0) -> str:

@@ -126,8 +126,13 @@ class LookedAgain(msgspec.Struct, frozen=True):
     [3, 5]`."""
     reduced: ReducedElement | None = None
     """For a gradient that was finite before it was reduced."""
+    gradient: str = ""
+    """For a parameter of no module after a step: what its gradient held, `nan`, as one backward had made it. "" if that
+    was finite, or may have been changed since."""
     losses: list[OperandNumbers] = []
     """Of a backward: the tensors that it began from, with a loss scale where there is one. Empty if they are gone."""
+    proved: bool = False
+    """Of a loss: an operation of its graph has made the value of finite operands, as its arithmetic shows."""
     script: list[ScriptTensor] = []
     """Where one of `losses` is not finite, or the script may have changed a gradient before a step: the tensors in its
     variables, bad ones first."""

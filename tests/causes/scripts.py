@@ -268,12 +268,12 @@ CAUSES = [
         own(lambda h, bad: ((h @ h.T) + (HIDDEN if bad else 0)).softmax(-1) @ h),
     ),
     # the script
-    KnownCause("an empty mask", "domain", "`mask` is all zero", "`div`", in_one_function),
+    KnownCause("an empty mask", "domain", "`div`: 0 / 0 (first element: 0, 0 in)", "eps", in_one_function),
     KnownCause("rewards of one sample", "domain", "variable `reward`", "`std`", with_rewards),
     KnownCause(
-        "an empty mask in a function", "script", "the loss was nan before", "computes `made`", of_loss(masked_mean)
+        "an empty mask in a function", "domain", "`div`: 0 / 0 (first element: 0, 0 in)", "eps", of_loss(masked_mean)
     ),
-    KnownCause("p log p at 0", "script", "the loss was nan before", "computes `made`", of_loss(entropy)),
+    KnownCause("p log p at 0", "domain", "`log`: the log of 0", "eps", of_loss(entropy)),
     KnownCause("a distance of 0", "domain", "`sqrt` (at 0)", "`sqrt`", of_loss(distance)),
     KnownCause(
         "where around sqrt",

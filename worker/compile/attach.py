@@ -72,6 +72,7 @@ class CompiledRegions:
 
     def __init__(self, policy: RegionPolicy, frames: FrameWriter, gradients: GradientHooks) -> None:
         self._hooks: Iterable[Callable[..., Any]] = ()
+        self._around: Iterable[Callable[..., Any]] = ()
         self._policy, self._frames, self._gradients = policy, frames, gradients
         self._rows, self._fault = frames.rows, frames.progress.faults.record
         self._attached = False
@@ -80,9 +81,12 @@ class CompiledRegions:
         self._regions: RankRegions | UntracedGraphs | None = None
         self._pages: RegionPages | None = None
 
-    def attach(self, hooks: Iterable[Callable[..., Any]] = ()) -> None:
-        """Record the regions that are traced from now on. `hooks`: functions that dynamo must not compile."""
-        self._hooks = hooks or self._hooks
+    def attach(self, hooks: Iterable[Callable[..., Any]] = (), around: Iterable[Callable[..., Any]] = ()) -> None:
+        """Record the regions that are traced from now on. `hooks`: functions that dynamo must not compile.
+
+        `around`: likewise, while it may compile what they call.
+        """
+        self._hooks, self._around = hooks or self._hooks, around or self._around
         self._attached = True
         if self._regions is not None:
             self._regions.attach()
@@ -111,7 +115,7 @@ class CompiledRegions:
     def _begin_with(self, views: CompiledViews) -> None:
         from .untraced import leave_alone
 
-        leave_alone(self._hooks)
+        leave_alone(self._hooks, self._around)
         if views.rows:
             self._trace_calls(views)
         else:

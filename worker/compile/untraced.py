@@ -80,20 +80,23 @@ def untraced_before(module: torch.nn.Module) -> None:
     _entered(type(module).__name__)
 
 
-def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
+def leave_alone(hooks: Iterable[Callable[..., Any]], around: Iterable[Callable[..., Any]] = ()) -> None:
     """Make dynamo skip these functions and the functions that they call. It still traces them into other graphs.
+
+    `around`: functions that stand around one of torch's, which are skipped without what they call.
 
     At a graph break, dynamo tries to compile each Python function that the call makes, our hooks among them. A compiled
     hook would then do outside of a graph what it should do only while dynamo traces.
     """
-    codes = [inspect.unwrap(hook).__code__ for hook in hooks]
+    codes, outer = ([inspect.unwrap(each).__code__ for each in some] for some in (hooks, around))
     if hasattr(eval_frame, "set_code_exec_strategy"):
-        skip = strategies.FrameExecStrategy(strategies.FrameAction.SKIP, strategies.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
-        for code in codes:
-            eval_frame.set_code_exec_strategy(code, skip)
+        action = strategies.FrameAction  # type: ignore[attr-defined]  # no export
+        for some, further in ((codes, action.SKIP), (outer, action.DEFAULT)):
+            for code in some:
+                eval_frame.set_code_exec_strategy(code, strategies.FrameExecStrategy(action.SKIP, further))  # type: ignore[attr-defined]  # likewise
         return
     with suppress_own(AttributeError):  # torch before 2.7 must also skip what they call (see apart_from_dynamo)
-        for code in [*codes, *_codes_of_ours()]:
+        for code in [*codes, *outer, *_codes_of_ours()]:
             eval_frame.skip_code(code)
 
 

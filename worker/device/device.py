@@ -24,6 +24,7 @@ from ...core.torch_names import name_in_torch
 from .accelerator import built_gpu
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
+_function_modes = name_in_torch("torch._C._len_torch_function_stack", lambda: 1)
 transforms = name_in_torch("torch._C._functorch.peek_interpreter_stack", lambda: None)
 _no_transforms = name_in_torch("torch._C._DisableFuncTorch", nullcontext)
 P = ParamSpec("P")
@@ -48,6 +49,11 @@ def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         finally:
             if grad:
                 torch._C._set_grad_enabled(True)
+
+
+def has_modes() -> bool:
+    """Whether a mode of the script or a transform of torch.func would see an operation."""
+    return bool(_modes() or _function_modes()) or transforms() is not None
 
 
 StreamKey = tuple[int, int]

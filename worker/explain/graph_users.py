@@ -58,6 +58,20 @@ def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutpu
     return users.towards_the_loss(made) if made is not None else []
 
 
+def a_leaf_of(graph: AutogradGraph) -> torch.Tensor | None:
+    """A tensor that collects a gradient at the end of a graph; None if there is none, or the graph is too large."""
+    known, left = set(graph.roots), list(graph.roots)
+    while left and len(known) < MOST_NODES:
+        node = left.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            return leaf
+        further = {used for used, _ in node.next_functions if used is not None} - known
+        known |= further
+        left += further
+    return None
+
+
 class _GraphUsers:
     """The nodes of one batch's graphs, and the users of each node's outputs."""
 

@@ -55,22 +55,24 @@ def _is_outside(node: Any, name: str) -> bool:
     with suppress_own(Exception):  # what it saved is freed
         if name in _OPERANDS:
             what, is_bad = _OPERANDS[name]
-            saved = _saved(node, what)
+            saved = saved_tensor(node, what)
             return saved is not None and bool(is_bad(saved).any())
-        given, result = _saved(node, "self"), _saved(node, "result")
+        given, result = saved_tensor(node, "self"), saved_tensor(node, "result")
         if given is not None and result is not None:
             return bool(given.isfinite().all()) and not bool(result.isfinite().all())
     return False
 
 
-def _saved(node: Any, what: str) -> torch.Tensor | None:
+def saved_tensor(node: Any, what: str) -> torch.Tensor | None:
     """A tensor that a node has saved; None if there is none, or it would have to be unpacked.
 
-    An unpack hook is code of a checkpoint's or of the script's: it may run a forward again, or wait for a disk.
+    An unpack hook is code of a checkpoint's or of the script's: it may run a forward again, or wait for a disk. Raises
+    RuntimeError if it is freed, or was changed in place since.
     """
     raw = getattr(node, f"_raw_saved_{what}", None)
     if raw is None or getattr(raw, "unpack_hook", raw) is not None:  # torch before 2.13 does not tell
         return None
-    saved = raw.data
-    is_small = isinstance(saved, torch.Tensor) and saved.numel() <= _MOST_ELEMENTS
-    return saved if is_small else None
+    saved = getattr(node, f"_saved_{what}", None)
+    if not isinstance(saved, torch.Tensor) or saved.numel() > _MOST_ELEMENTS:
+        return None
+    return saved.detach()

@@ -82,7 +82,7 @@ def _script_tensors(
         function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
         depends = losses is None or (losses and not place)
         asked = source.names_at(line) if source is not None and depends else set()
-        for name, tensor in _tensors_in(frame):
+        for name, tensor in tensors_in(frame):
             if read == _MOST_TENSORS or elements + tensor.numel() > _MOST_ELEMENTS:
                 break
             if not waits and not is_at_rest(tensor.device):
@@ -101,7 +101,7 @@ def _script_tensors(
     return [*bad, *finite][:_MOST_KEPT] if bad else []
 
 
-def _tensors_in(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(frame: FrameType) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor): `loss`, or `grads[1]` for one in a short list."""
     for name, value in list(frame.f_locals.items()):
         # of the very classes: code of the script's may stand behind `isinstance` and `len` of others

@@ -26,16 +26,17 @@ from ...core.events.looked_again import BadWeight, GraphNode, HeldValue, LookedA
 from ...core.events.read_tensors import OperandNumbers, ReducedElement, ScriptTensor
 from ...core.frames import FramePhase, RowKind, format_number, module_text
 from ...core.recorder.own_pages import OwnPages
-from ...core.roles import RoleKind, parse_role
+from ...core.roles import RoleKind, is_param_group, parse_role
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, Value, name_of
 from ..device.device import without_modes
 from ..hooks.call_frames import CallFrames
 from ..hooks.grad_scaler import GradScalerHooks
+from ..hooks.loose_parameters import LooseReader, loose_parameter
 from ..hooks.module_calls import ModuleCalls
 from ..hooks.optimizer_steps import OptimizerSteps
-from ..record.autograd_graph import AutogradGraph, running_engine
+from ..record.autograd_graph import AutogradGraph, GraphCalls, running_engine
 from ..record.bad_elements import KeptSummands, pattern_of
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
@@ -43,7 +44,8 @@ from ..record.root_tensors import RootTensors
 from ..record.roots import is_released, shards_of
 from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .graph_sources import explaining_row, shown_in, sources_later, sources_now, sources_of_loss
-from .graph_users import BadOutput, graph_users
+from .graph_users import BadOutput, a_leaf_of, graph_users
+from .loss_look import LossLook
 from .operands import numbers_of
 from .script_tensors import running_frames, script_tensors
 
@@ -68,6 +70,8 @@ class SecondLook:
     _scalers: GradScalerHooks
     _root_tensors: RootTensors
     _summands: KeptSummands
+    _operations: LossLook
+    _loose: LooseReader
 
     def __post_init__(self) -> None:
         self._running, self._gradients, self._policy = self._calls.running, self._calls.gradients, self._calls.policy
@@ -80,6 +84,8 @@ class SecondLook:
         """Read the module of an alarm; None if it is no module, or is gone without a graph."""
         if bad.frame.phase == FramePhase.LOSS:
             return without_modes(self._of_loss, bad)
+        if is_param_group(bad.frame.module) and bad.frame.phase == FramePhase.OPTIMIZER:
+            return without_modes(self._of_loose, bad)
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
         graph = without_modes(self._graph_of, bad)
         if module is None:  # the numbers arrived after the script had ended
@@ -121,6 +127,31 @@ class SecondLook:
             "script": self._script_of(bad, losses, values),
         }
 
+    def _of_loose(self, bad: NonFiniteRow) -> LookedAgain | None:
+        """A parameter of no module after a step: its gradient, and the graph that this was computed with.
+
+        None where the gradient may not be that of one backward: an accumulation, a clip or a hook may have changed it.
+        """
+        optimizer = self._steps.last_optimizer()
+        parameter = loose_parameter(optimizer, bad.frame.module, bad.row.role) if optimizer is not None else None
+        gradient = self._loose.gradient_of(parameter) if parameter is not None else None
+        if parameter is None or gradient is None:
+            return None
+        numbers, flags = numbers_of(gradient)
+        if not flags:
+            return None
+        alive = [loss for ref in self._gradients.began_from if (loss := ref()) is not None]
+        losses = [loss for loss in alive if loss.grad_fn is not None]
+        roots = tuple(loss.grad_fn for loss in losses)
+        graph = AutogradGraph(roots, GraphCalls(bad.page.number))
+        return LookedAgain(
+            optimizer=self._steps.last(),
+            graph=graph_users([graph], parameter) if roots else [],
+            element=pattern_of(gradient),
+            gradient=numbers.value,
+            losses=[numbers_of(each)[0] for each in losses],
+        )
+
     def _of_loss(self, bad: NonFiniteRow) -> LookedAgain:
         """The script's variables, and what the loss may have used that no frame shows."""
         graphs = [each for each in self._gradients.graphs.of(bad.page.number) if each.within is None]
@@ -133,11 +164,18 @@ class SecondLook:
             graph=self._graph_of_loss(graph) if graph is not None else [],
             own_code=sources_of_loss(graph, shown) if graph is not None else [],
             own_code_of=bad.row.role if graph is not None else "",
+            proved=self._operations.operation_at(bad.page.step) is not None,
             held=list(islice(dict.fromkeys(held), _MOST)),
         )
 
     def _graph_of_loss(self, graph: AutogradGraph) -> list[GraphNode]:
-        """The nodes from the output that the backward has just reached to the loss; empty if it went on since."""
+        """The nodes from the output that the backward has just reached to the loss; empty if it went on since.
+
+        Of a loss that reaches no module: from one of the script's own tensors.
+        """
+        if not graph.calls.calls:
+            leaf = a_leaf_of(graph)
+            return graph_users([graph], leaf) if leaf is not None else []
         maker = _running_node()
         call = graph.calls.innermost(maker._sequence_nr()) if maker is not None else None
         return graph_users([graph], BadOutput(call.info.id, None, True, maker)) if call is not None else []

@@ -68,6 +68,7 @@ from .forward_thread import (
     runs_eagerly,
 )
 from .kept_call import KeptCall, WeakTensor, is_tensor, kept_tensor, redirection, still_there
+from .loss_look import LossLook
 from .odd_samples import odd_samples, with_others
 from .operands import numbers_of
 from .operation_trials import trial_of
@@ -94,6 +95,7 @@ class SecondRuns:
     """Whether the rank runs compiled code."""
     explained: ExplainedBatch
     _backward: SecondBackward
+    _losses: LossLook
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
@@ -127,6 +129,12 @@ class SecondRuns:
             self._bad, operation = bad, self.explained.operation_for(bad)
             self._end("" if operation is not None else _NOT_DISPATCHED, operation)
             return False
+        if self.is_on and self._explains and bad.frame.phase == FramePhase.LOSS:
+            made = self._losses.operation_at(bad.page.step)
+            if made is not None:
+                self._bad = bad
+                self._end("", made)
+            return False
         is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
@@ -135,6 +143,14 @@ class SecondRuns:
         elif self.is_on and self._of_backwards and self._backward.expects(bad):
             self._bad = bad
         return self._bad is not None
+
+    def loss_is_bad(self, loss: torch.Tensor, is_scaled: bool) -> None:
+        """A backward begins from a loss that is not finite: look for its operation while its operands are there.
+
+        `is_scaled`: by a GradScaler.
+        """
+        if self.is_on and self._explains and self._bad is None:
+            self._losses.begins(loss, self._progress.step, is_scaled)
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""

@@ -108,7 +108,7 @@ class BackwardHooks:
         self._frames = frames
         self._progress = progress = frames.progress
         self._rows, self._judging = frames.rows, frames.judging
-        self._losses = LossRows(frames)
+        self.losses = LossRows(frames)
         self._fault = progress.faults.record
         self._sync = progress.settings.sync
         self._many = _FEW
@@ -130,6 +130,8 @@ class BackwardHooks:
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
         self.given = GivenGradients()
+        self.began_from: tuple[weakref.ref[torch.Tensor], ...] = ()
+        """The losses of the last backward that the script has called."""
         self.after_backward: Callable[[bool], None] = lambda has_arrived: None
         """Called as a backward ends, with whether no number is outstanding."""
         self._stream: StreamKey | None = None
@@ -275,7 +277,7 @@ class BackwardHooks:
                 self._read_waiting()  # a backward within this one may add to the same gradients
             if graph is not None and self.graphs.is_new(graph):
                 with self._progress.lock:
-                    without_modes(self._losses.record, graph, page, self.mark(page))
+                    without_modes(self.losses.record, graph, page, self.mark(page))
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
 

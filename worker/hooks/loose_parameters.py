@@ -27,6 +27,15 @@ Loose = list[tuple[int, int, torch.Tensor]]
 """(group, position in it, parameter)"""
 
 
+def loose_parameter(optimizer: Any, place: str, role: str) -> torch.Tensor | None:
+    """The parameter that a frame of a place (`param_group`) and a row's role in it are about; None if it is gone."""
+    for number, group in enumerate(optimizer.param_groups):
+        if place == param_group(number):
+            named = (each for at, each in enumerate(group["params"]) if role == f"params[{at}]")
+            return next(named, None)
+    return None
+
+
 class _ReachedHook:
     """A hook on a parameter: autograd has made a gradient of it, so the script computes with it."""
 
@@ -50,6 +59,29 @@ class _ReachedHook:
             handle.remove()
 
 
+class _GradientHook:
+    """A hook on a parameter: notes which gradient a backward has made of it, and how often since the last step."""
+
+    __slots__ = ("calls", "gradient", "handle", "parameter", "version")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.gradient: weakref.ref[torch.Tensor] | None = None
+        self.calls = self.version = 0
+        self.handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]  # no types
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            self.calls += 1
+            self.gradient, self.version = weakref.ref(gradient), gradient._version
+
+    def has_made(self, gradient: torch.Tensor) -> bool:
+        """Whether one backward alone has made a gradient since the last step, and nothing has changed it since."""
+        known = self.gradient
+        return known is not None and known() is gradient and (self.calls, self.version) == (1, gradient._version)
+
+
 @dataclass(eq=False, repr=False)
 class LooseReader:
     """Reads loose parameters after each step on them.
@@ -65,6 +97,8 @@ class LooseReader:
         self._told: set[tuple[str, bool]] = set()
         self._reached: dict[int, _ReachedHook] = {}
         """By id of a parameter."""
+        self._made: dict[int, _GradientHook] = {}
+        """Likewise, where no module was called."""
 
     def after_step(self, optimizer: Any, loose: Loose) -> None:
         """The optimizer has stepped on these."""
@@ -77,12 +111,35 @@ class LooseReader:
             if self._is_used(parameter):
                 used.append(parameter)
         self._tell(optimizer, used)
+        if self._progress.root is None:
+            self._follow(loose)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that the last step got, if one backward has made it as it is; else None.
+
+        None after the first step, and where modules are called.
+        """
+        known, gradient = self._made.get(id(parameter)), parameter.grad
+        if known is None or gradient is None or known.parameter() is not parameter or parameter._backward_hooks:
+            return None
+        return gradient if known.has_made(gradient) else None
+
+    def _follow(self, loose: Loose) -> None:
+        for _, _, parameter in loose:
+            known = self._made.get(id(parameter))
+            if known is not None and known.parameter() is parameter:
+                known.calls = 0
+            elif parameter.requires_grad and parameter.is_leaf and parameter.is_cpu and len(self._made) < _MANY:
+                self._made[id(parameter)] = _GradientHook(parameter)
 
     def detach(self) -> None:
         """Take the hooks off."""
         for reached in self._reached.values():
             reached.remove()
         self._reached.clear()
+        for made in self._made.values():
+            made.handle.remove()
+        self._made.clear()
 
     def _read(self, optimizer: Any, group: int, position: int, parameter: torch.Tensor) -> None:
         numbers = measure(parameter)

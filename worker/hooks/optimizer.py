@@ -59,7 +59,7 @@ class OptimizerHooks:
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
         self._loose: Loose = []
         """Parameters of the optimizer that steps which belong to no module that was called. Kept for the step alone."""
-        self._loose_reader = LooseReader(self._frames)
+        self.loose_reader = LooseReader(self._frames)
         self._grouped: ModuleParameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
         faults = self._progress.faults.within("an optimizer of RPC")
@@ -67,7 +67,7 @@ class OptimizerHooks:
 
     def attach(self, patches: PatchLedger) -> None:
         """See the steps of RPC as well, which torch's hooks do not see."""
-        patches.at_undo(self._loose_reader.detach)
+        patches.at_undo(self.loose_reader.detach)
         patches.at_undo(self._last_hook.detach)
         self._of_rpc.attach(patches)
 
@@ -264,7 +264,7 @@ class OptimizerHooks:
                         rows += self.steps.beside(info, name, optimizer, parameter, has_gradient(optimizer, parameter))
                 self._frames.put(page, info, FramePhase.OPTIMIZER, rows)
         if loose and not self._is_part:
-            self._loose_reader.after_step(optimizer, loose)
+            self.loose_reader.after_step(optimizer, loose)
         self.steps.wrote(optimizer, grouped, written)
         if not self._rows.is_capturing and self.steps.states.is_due(optimizer):
             self._record_states(optimizer, grouped)

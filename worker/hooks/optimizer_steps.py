@@ -85,6 +85,10 @@ class OptimizerSteps:
             return None
         return OptimizerStep(_name_of(optimizer), groups[0] if groups else {})
 
+    def last_optimizer(self) -> Any:
+        """The optimizer that has stepped last; None if it is gone."""
+        return self._steps[-1].optimizer() if self._steps else None
+
     def optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
         """The first step on the weight of a row after its batch; None if it is not known."""
         name = bad.row.parsed_role.name

@@ -19,7 +19,7 @@ from ...core.events.looked_again import LookedAgain, OptimizerStep
 from ...core.events.own_limits import SELF_CHECK, OwnFault
 from ...core.events.preflight_events import RankInventoryEvent
 from ...core.events.run_position import RunPosition
-from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
+from ...core.frames import LOSS_CLASS, Frame, FramePhase, Row, RowMark, module_text
 from ...core.guest.tell import say
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
 from ...core.recorder.layout import HeadField, seal
@@ -460,7 +460,8 @@ def clause_of(anomaly: Anomaly, made: str = "") -> str:
     """What a rank has found, for the message of its OverflowDetected. `made`: where it was made, as a clause."""
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
     if anomaly.phase == FramePhase.LOSS:
-        where = f"the loss, after the forward of batch {anomaly.where.batch}"
+        when = "backward" if anomaly.where.root == LOSS_CLASS else "after the forward of batch"
+        where = f"the loss, {when} {anomaly.where.batch}"
         return f"rank {anomaly.where.rank}: {anomaly.value} in {where}{cause}{f'; {made}' if made else ''}"
     module = module_text(anomaly.module, anomaly.cls)
     is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ...core.frames import LOSS_CLASS, LOSS_MODULE, FramePhase
 from ...core.recorder.writer import OpenPage
@@ -19,6 +22,10 @@ class LossRows:
 
     _frames: FrameWriter
 
+    def __post_init__(self) -> None:
+        self.written = 0
+        """Frames so far."""
+
     def record(self, graph: AutogradGraph, page: OpenPage, mark: int) -> None:
         """Write the frame into the page of the root whose output the backward has reached first.
 
@@ -33,9 +40,28 @@ class LossRows:
         losses = [loss for loss in alive if not loss.is_nested and loss.numel() == 1]
         if not losses:
             return
+        self.write(losses, page, mark)
+
+    def write(self, losses: Sequence[torch.Tensor], page: OpenPage, mark: int) -> None:
+        """Write the frame of these losses of one element each."""
+        frames = self._frames
+        self.written += 1
         frames.progress.resume(page)
         frames.rows.count_in(page.batch)
         info = frames.roots.place(LOSS_MODULE, frames.roots.infos[page.root], LOSS_CLASS)
         roles = OUTPUTS if len(losses) > 1 else ("output",)
         rows = [frames.rows.gradient(info, role, loss, mark) for role, loss in zip(roles, losses, strict=False)]
         frames.put(page, info, FramePhase.LOSS, rows)
+
+    def page_without_modules(self, batch: int) -> OpenPage:
+        """The page for a loss that reaches no module: that of the last model, or where none was called, a new one.
+
+        `batch`: how many backwards the script has called before.
+        """
+        frames = self._frames
+        info = frames.roots.place(LOSS_MODULE, frames.progress.root, LOSS_CLASS)
+        page = info.root.page
+        if page is not None and info.root.cls != LOSS_CLASS:
+            return page
+        info.root.batches = batch + 1
+        return frames.progress.begin_page(info.root)

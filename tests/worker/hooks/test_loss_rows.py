@@ -13,6 +13,8 @@ from gpuwatch.core.events.alarms import RangeWarning
 from gpuwatch.core.frames import RowMark
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ..models import Multiplies
@@ -230,13 +232,86 @@ def test_the_inner_backward_of_a_checkpoint_is_none(watch, reentrant):
     assert losses(watched) == [abs(loss.item())]
 
 
-def test_a_backward_that_reaches_no_module_is_not_seen(watch):
+def test_a_backward_that_reaches_no_module_has_a_row_if_its_loss_is_bad(watch, way):
+    """On a device nobody knows by then that it is."""
     watched = watch()
     weight = torch.ones(2, requires_grad=True)
     net()(X)
-    (weight.sum() + torch.log(ZERO)).backward()
+    weight.sum().backward()
     assert losses(watched) == []
+    (weight.sum() + torch.log(ZERO)).backward()
+    assert alarms(watched) == ([("loss", "(loss)", "-inf", 0)] if way != "late" else [])
+
+
+def test_a_loss_where_no_module_is_called_is_counted_in_backwards(watch, way):
+    watched = watch(on_overflow="abort")
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        weight.sum().backward()
+    loss = (weight * 0).log().sum()
+    if way == "late":
+        loss.backward()
+    else:
+        with pytest.raises(OverflowDetected, match=r"rank 0: -inf in the loss, backward 3; aten\.log\.default made it"):
+            loss.backward()
+    assert weight.grad.tolist() != [3, 3]  # the backward itself has run
+    assert alarms(watched) == ([("loss", "(loss)", "-inf", 3)] if way != "late" else [])
+
+
+@pytest.mark.parametrize("kind", [TorchFunctionMode, TorchDispatchMode])
+def test_a_mode_of_the_script_does_not_see_that_a_loss_is_read(watch, way, kind):
+    watch()
+    seen = []
+
+    class Counter(kind):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+        __torch_dispatch__ = __torch_function__
+
+    weight = torch.zeros(2, requires_grad=True)
+    bad = [weight.log().sum() for _ in range(2)]
+    with Counter():
+        bad[0].backward()
+        with_watch = len(seen)
+        assert not [name for name in seen if "item" in name or "local_scalar" in name]
+    seen.clear()
+    gpuwatch_is_off = torch.autograd.backward.__globals__["_engine_run_backward"]
+    torch.autograd.backward.__globals__["_engine_run_backward"] = torch.autograd.graph._engine_run_backward
+    try:
+        with Counter():
+            bad[1].backward()
+    finally:
+        torch.autograd.backward.__globals__["_engine_run_backward"] = gpuwatch_is_off
+    assert len(seen) == with_watch
+
+
+def test_a_loss_without_a_graph_is_recorded_alone(watch, way):
+    watched = watch()
+    torch.tensor(math.inf, requires_grad=True).backward()
+    assert alarms(watched) == ([("loss", "(loss)", "+inf", 0)] if way != "late" else [])
+
+
+def test_torch_autograd_grad_is_no_loss(watch):
+    watched = watch(on_overflow="abort")
+    weight = torch.zeros(2, requires_grad=True)
+    torch.autograd.grad(weight.log().sum(), weight)
     assert alarms(watched) == []
+
+
+@pytest.mark.parametrize("raises", [RuntimeError, KeyboardInterrupt])
+def test_what_the_script_raises_within_its_backward_is_its_own(watch, raises):
+    watched = watch(on_overflow="abort")
+    weight = torch.zeros(2, requires_grad=True)
+
+    def fails(gradient):
+        raise raises("the script's own")
+
+    weight.register_hook(fails)
+    with pytest.raises(raises, match="the script's own"):
+        weight.log().sum().backward()
+    assert watched.faults == []
 
 
 def test_compiled_code(watch):

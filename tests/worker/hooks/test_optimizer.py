@@ -358,7 +358,7 @@ def test_the_guard_in_a_script_that_calls_no_module(watch):
     watched = watch(on_overflow="abort", guard_optimizer=True)
     loose = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([loose], lr=0.1)
-    (loose.sum() * float("inf")).backward()
+    (loose * float("inf")).backward(torch.ones(2))  # of no loss
     with pytest.raises(OverflowDetected, match=r"grad params\[0\] of `optimizer.param_groups\[0\]` \(Adam\)"):
         optimizer.step()
     assert loose.tolist() == [1, 1]
@@ -455,7 +455,7 @@ def test_a_parameter_that_no_module_has_is_read_after_its_step_and_that_is_told_
     optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
     for factor in (1.0, 1.0, float("inf")):
         optimizer.zero_grad()
-        (model(X).sum().detach() * loose * factor).sum().backward()
+        (model(X).sum().detach() * loose * factor).backward(torch.ones(2))  # of no loss
         optimizer.step()
     (anomaly,) = watched.anomalies
     assert (anomaly.module, anomaly.cls, anomaly.role) == ("optimizer.param_groups[0]", "SGD", "params[4]")
