@@ -325,7 +325,7 @@ def watch(
     *,
     watch: Iterable[Watched] = ("forward", "grads", "weights", "comms"),
     modules: Iterable[str] = (),
-    every: int = 1,
+    every: Every = 1,
     on_overflow: OnOverflow = "abort",
     sync: bool = False,
     guard_optimizer: bool = False,
@@ -356,11 +356,11 @@ def watch(
     if running is not None:
         return ModelWatch(running, running.progress.recorder, owned=False)
     _check_numbers(
-        every=every,
         near_overflow=near_overflow,
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
         state_every=state_every,
+        **({"every": every} if every != "auto" else {}),
     )
     for name, of, words in (
         ("watch", "words", watch),

@@ -127,7 +127,7 @@ class SecondRuns:
             self._bad, operation = bad, self.explained.operation_for(bad)
             self._end("" if operation is not None else _NOT_DISPATCHED, operation)
             return False
-        is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
+        is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT)
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
@@ -10,16 +11,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from ...core.events import NotLookedInto
-from ...core.frames import FramePhase, RowMark
+from ...core.errors import Code, coded
+from ...core.events import NotLookedInto, WatchChoice, choice_text
+from ...core.frames import FramePhase, RowKind, RowMark
+from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
 from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward
-from ..device.device import without_modes
+from ..device.device import is_on_device, without_modes
 from ..record.frame_writer import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
+from ..record.tensor_stats import measure
 from .global_hooks import RunningCalls
 
 _SKIPPED = int(RowMark.SKIPPED)
@@ -43,6 +48,7 @@ class BatchSkipping:
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._every, self._traced = settings.every, [*settings.trace_batches, settings.explain]
+        self._pace, self._rank = self._progress.pace, self._progress.rank
         self.first_root: int | None = None
         """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
@@ -83,7 +89,10 @@ class BatchSkipping:
         if opens_batch:
             root.batches += 1
         batch = max(0, root.batches - 1)
-        self._progress.skipped = batch not in self._traced and batch % self._every != 0
+        if self._every != "auto":
+            self._progress.skipped = batch not in self._traced and batch % self._every != 0
+        elif opens_batch:
+            self._keep_pace(root, batch)
         if not self._progress.skipped:
             return False
         self.root = weakref.ref(module)
@@ -91,6 +100,20 @@ class BatchSkipping:
             self._progress.fields[HeadField.BATCHES_SKIPPED] += 1
             self._progress.fields[HeadField.BATCH] = root.batches - 1
         return True
+
+    def _keep_pace(self, root: RootInfo, batch: int) -> None:
+        """A batch of a root begins, with `--every auto`."""
+        progress = self._progress
+        if root.id == self.first_root:
+            progress.look_for_forecasts()
+            choice = self._pace.step_begins(progress.step, time.monotonic_ns())
+            if choice is not None:
+                where = replace(progress.where(root=root.label), batch=batch)
+                event = WatchChoice(where, choice.every, choice.cost, choice.margin)
+                progress.recorder.append(event)
+                if self._rank == 0 and choice.every > 1:
+                    say(coded(choice_text(event), Code.BATCHES_SKIPPED))
+        progress.skipped = not self._pace.is_whole and batch not in self._traced
 
     # -- while one runs -----------------------------------------------------------------------------------------
 
@@ -112,23 +135,27 @@ class BatchSkipping:
         return False
 
     def ends(self, module: torch.nn.Module, output: Any) -> None:
-        """Record only the output of the skipped root, which has returned. May raise OverflowDetected."""
+        """Record only the output of the skipped root, which has returned."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes:
             return
         with self._progress.faults.within("forward hook"), self._progress.lock:
             without_modes(self._record, module, output)
-        self._frames.judging.raise_pending()
 
     def _record(self, module: torch.nn.Module, output: Any) -> None:
         """Write a frame of the root's output, unless all of it is known to be finite."""
+        leaves = [
+            (role, leaf)
+            for role, leaf in outputs_of(output)
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
+        if all(_is_finite(leaf) for _, leaf in leaves):
+            return
         info, _ = self._frames.roots.enter(module)
         page = None
         rows: list[RecordedRow] = []
-        for role, leaf in outputs_of(output):
-            if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-                continue
+        for role, leaf in leaves:
             if page is None:
                 page = self._progress.begin_page(info.root)
                 self._rows.begin_page(page.batch)
@@ -136,6 +163,14 @@ class BatchSkipping:
         if page is not None and any(row.flags or row.pending for row in rows):
             self._frames.put(page, info, FramePhase.FORWARD, rows)
         self._progress.recorder.pause_page()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether that is known at once: of a tensor on a device it is not."""
+    if is_on_device(tensor):
+        return False
+    numbers = measure(tensor)
+    return numbers.kind == RowKind.MEASURED.number and not numbers.meta & 0xFF
 
 
 def _is_shape_inference() -> bool:
@@ -189,6 +224,7 @@ class CompiledPolicy:
 
         Else it is not recorded. `first`: the first module in the region.
         """
+        self._progress.pace.watch_all()  # a graph has its readings in it, in every batch
         cls = class_of(first)
         inner = self._stack[-1] if self._stack else None
         if not self._skipping.is_running:

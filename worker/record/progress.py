@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.errors import Code, coded
-from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
+from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition, WatchChoice
 from ...core.frames import Frame
 from ...core.guest.tell import say
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
@@ -25,6 +25,7 @@ from ..patches import PatchLedger
 from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
+from .watch_pace import WatchPace
 
 # One thread at a time writes into the recorder. Autograd has a thread for each device, and it runs gradient hooks
 # (torch/csrc/autograd/engine.h, start_device_threads). A script may call modules in threads of its own.
@@ -157,6 +158,7 @@ class StepClock:
 
 _MAX_FAULTS = 20
 _MOST_MESHES = 32
+_MOST_ALERTS = 16
 
 
 class FaultGuard(NamedTuple):
@@ -234,8 +236,12 @@ class RunProgress:
         """The root of the last page that was begun."""
         self.skipped = False
         """This batch is skipped (`--every`)."""
+        self.pace = WatchPace(whole=settings.every != "auto" or settings.after_overflow)
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
+        self._alerts = 0
+        self._forecasts = 0
+        """Of the agent's, those that are known."""
         self._kept: list[BaseException] = []
         self._unseen: set[str] = set()
         self._meshes: list[dict[str, int]] = []
@@ -292,6 +298,19 @@ class RunProgress:
         """The place in the run of a frame, which may be some batches old."""
         root = self.recorder.names.root_label(page.root)
         return position(frame.seq, self.rank, self.settings.attempt, page.step, page.batch, root, page.number)
+
+    def alert(self, where: RunPosition, why: str) -> None:
+        """A value is out of line at `where`: with `--every auto` the next steps are watched whole."""
+        if self.pace.alert() and self._alerts < _MOST_ALERTS:
+            self._alerts += 1
+            self.recorder.append(WatchChoice(where, 1, alert=why))
+
+    def look_for_forecasts(self) -> None:
+        """The node agent may have forecast an overflow."""
+        count = self.fields[HeadField.FORECASTS]
+        if count != self._forecasts:
+            self._forecasts = count
+            self.alert(self.where(), "an overflow is forecast")
 
     def begin_page(self, root: RootInfo) -> OpenPage:
         """End the root's last page and begin its next one."""
