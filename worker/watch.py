@@ -36,7 +36,16 @@ from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.step_effects import StepEffects
 from ..core.recorder.writer import RecorderWriter
-from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
+from ..core.settings import (
+    Every,
+    Explain,
+    OnOverflow,
+    Watched,
+    WorkerSettings,
+    as_keywords,
+    worker_options,
+    wrong_together,
+)
 from ..core.signal_errors import from_outside
 from ..core.wire.messages import (
     AgentBody,
@@ -355,12 +364,13 @@ def watch(
         raise TypeError(f"expected a torch.nn.Module, or None for all models, found {type(model).__name__}")
     if running is not None:
         return ModelWatch(running, running.progress.recorder, owned=False)
+    if every != "auto":
+        _check_numbers(every=every)
     _check_numbers(
         near_overflow=near_overflow,
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
         state_every=state_every,
-        **({"every": every} if every != "auto" else {}),
     )
     for name, of, words in (
         ("watch", "words", watch),

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
+from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition, choice_text
 from ...core.frames import Page
 from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
@@ -203,6 +203,7 @@ def _rank_report(
         threads=[thread_text(each) for look in rank.looks[-1:] if look.stack for each in look.threads if each.at],
         traces_thinned=rank.counts.traces_thinned,
         groups_not_shown=rank.counts.groups_not_shown,
+        watch_choices=[{**fields_of(each, "batch", "step"), "text": choice_text(each)} for each in rank.watch_choices],
     )
 
 

@@ -91,6 +91,7 @@ class RankFacts:
     """Non-finite tensors that went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[events.NotLookedInto] = field(default_factory=list)
     compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
+    watch_choices: list[events.WatchChoice] = field(default_factory=list)
     unmeasured: events.UnmeasuredTensor | None = None
     loose_parameters: list[events.LooseParameters] = field(default_factory=list)
     unread_states: list[events.UnreadStates] = field(default_factory=list)

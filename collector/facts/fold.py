@@ -329,6 +329,7 @@ def _sort(rank: RankFacts) -> None:
     rank.batch_sources.sort(key=lambda source: _place(source.where))
     rank.hashes.sort(key=lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
+    rank.watch_choices.sort(key=lambda choice: (choice.where.step, _place(choice.where), choice.alert))
     rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
     rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
     rank.unread_states.sort(key=lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns))

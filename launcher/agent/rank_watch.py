@@ -17,8 +17,8 @@ from ...core import events
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.recorder.told_forecasts import tell_forecasts
 from ...core.recorder.stalls import file_of, has_left_backward, pipe_of, stack_file_name
+from ...core.recorder.told_forecasts import tell_forecasts
 from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
 from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes

@@ -381,7 +381,7 @@ class BackwardHooks:
         if numbers is not None and not numbers.meta & 0xFF:
             return
         page = root.page
-        if page is None or page.batch != root.batches - 1:
+        if page is None or page.batch != root.batches - 1:  # it returned no tensor of numbers
             page = self._progress.begin_page(root)
             rows.begin_page(page.batch)
         self._progress.resume(page)

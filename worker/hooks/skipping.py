@@ -15,16 +15,15 @@ from msgspec.structs import replace
 
 from ...core.errors import Code, coded
 from ...core.events import NotLookedInto, WatchChoice, choice_text
-from ...core.frames import FramePhase, RowKind, RowMark
+from ...core.frames import FramePhase, RowMark
 from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
 from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward
-from ..device.device import is_on_device, without_modes
+from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..record.tensor_stats import measure
 from .global_hooks import RunningCalls
 
 _SKIPPED = int(RowMark.SKIPPED)
@@ -145,17 +144,12 @@ class BatchSkipping:
 
     def _record(self, module: torch.nn.Module, output: Any) -> None:
         """Write a frame of the root's output, unless all of it is known to be finite."""
-        leaves = [
-            (role, leaf)
-            for role, leaf in outputs_of(output)
-            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
-        if all(_is_finite(leaf) for _, leaf in leaves):
-            return
         info, _ = self._frames.roots.enter(module)
         page = None
         rows: list[RecordedRow] = []
-        for role, leaf in leaves:
+        for role, leaf in outputs_of(output):
+            if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
             if page is None:
                 page = self._progress.begin_page(info.root)
                 self._rows.begin_page(page.batch)
@@ -163,14 +157,6 @@ class BatchSkipping:
         if page is not None and any(row.flags or row.pending for row in rows):
             self._frames.put(page, info, FramePhase.FORWARD, rows)
         self._progress.recorder.pause_page()
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether that is known at once: of a tensor on a device it is not."""
-    if is_on_device(tensor):
-        return False
-    numbers = measure(tensor)
-    return numbers.kind == RowKind.MEASURED.number and not numbers.meta & 0xFF
 
 
 def _is_shape_inference() -> bool:

@@ -5,9 +5,10 @@
     from step 52 on   all, or one in N
     after an alert    64 steps watched whole, and then as before; pairs that were not complete begin anew
 
-Of each pair the longer step over the other one, less 1, is what watching costs. Their median is not moved by a step that
-saves a checkpoint. Which step of a pair comes first follows the Thue-Morse sequence: that balances both kinds against
-any trend, and against whatever the script does in every 2nd, 4th or 8th step. It is the same on all ranks.
+The whole step of a pair over the other one, less 1, is what watching costs: the median of all pairs, taken of
+logarithms. A step that saves a checkpoint does not move it. Which step of a pair comes first follows the Thue-Morse
+sequence: that balances both kinds against any trend, and against what the script does in every 2nd, 4th or 8th step.
+The sequence is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class WatchPace:
         self._took_ns = [0, 0]
         """Of the last pair: the step that was not watched whole, and the one that was."""
         self._ratios: list[float] = []
+        """Logarithms."""
         self._alert_until = 0
         self._pairs_at = WARM_UP
 
@@ -97,14 +99,16 @@ class WatchPace:
             return
         self._took_ns[self.is_whole] = took_ns
         light, whole = self._took_ns
-        if (self._unit - self._pairs_at) % 2 and light > 0:
-            self._ratios.append(whole / light - 1)
+        if (self._unit - self._pairs_at) % 2 and min(light, whole) > 0:
+            self._ratios.append(math.log(whole / light))
 
     def _choose(self) -> PaceChoice:
         self._settled = True
         if not self._ratios:
             return PaceChoice(1, math.nan, math.nan)
-        cost, margin = median_with_margin(self._ratios)
+        middle, margin = median_with_margin(self._ratios)
+        cost = math.exp(middle) - 1
+        margin *= 1 + cost
         if cost > DEAREST:
             self._every = min(MOST, max(2, 1 << math.ceil(math.log2(cost / _AIM))))
         return PaceChoice(self._every, cost, margin)

@@ -90,6 +90,8 @@ EVENTS = [
     records.NotLookedInto(HERE, "model", "LlamaModel"),
     records.UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
     records.CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
+    records.WatchChoice(HERE, 8, 0.14, 0.02),
+    records.WatchChoice(HERE, 1, alert="an overflow is forecast"),
     records.LooseParameters(HERE, "Adam", 2, 1),
     records.UnreadStates(HERE, "AdamW", 7),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
