@@ -120,9 +120,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     every: Annotated[
         Every,
         WorkerOption(
-            "inspect one batch in N (%(default)s); in the others, read only what the model returns. auto: measure what "
-            "watching costs in the first steps; where it is more than 5 %% of a step, inspect one step in N, and in "
-            "the others read what the model returns, the loss and the gradients of parameters",
+            "inspect one batch in N (%(default)s); in the others, read only what the model returns and the gradient of "
+            "its first parameter. auto: measure what watching costs in the first steps, and where that is more than "
+            "5 %% of a step, choose N",
             "N|auto",
             least=1,
             of="a number of batches",
