@@ -20,6 +20,8 @@ OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights", "comms"]
 Explain = Literal["auto", "off"] | int
 """An int is a batch number."""
+Every = Literal["auto"] | int
+"""An int is a number of batches."""
 OnHang = Literal["report", "auto", "abort"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
@@ -116,14 +118,19 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         ),
     ] = []
     every: Annotated[
-        int,
+        Every,
         WorkerOption(
-            "inspect one batch in N (%(default)s); in the others, read only what the model returns",
-            "N",
+            "inspect one batch in N (%(default)s); in the others, read only what the model returns and the gradient of "
+            "its first parameter. auto: measure what watching costs in the first steps, and where that is more than "
+            "5 %% of a step, choose N",
+            "N|auto",
             least=1,
             of="a number of batches",
+            form="every",
         ),
     ] = 1
+    after_overflow: bool = False
+    """An earlier attempt of this node has ended in an overflow."""
     sync: Annotated[
         bool,
         WorkerOption(

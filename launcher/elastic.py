@@ -169,6 +169,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         self._gpuwatch_starts = 0
         self._gpuwatch_attempt = 0
         self._gpuwatch_failed: list[int] = []
+        self._gpuwatch_has_overflowed = False
         self._gpuwatch_running = False
         self._gpuwatch_told_to_stop = False
         self._gpuwatch_was_looked_at = False
@@ -217,7 +218,8 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         if attempt:
             _purge_together(worker_group, attempt)
         self._gpuwatch_starts = attempt + 1
-        return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
+        overflowed = self._gpuwatch_has_overflowed
+        return replace(settings, attempt=attempt, round=name, node_hosts=hosts, after_overflow=overflowed)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         # the ranks end where the job cannot go on elsewhere, or this attempt stands still: then they may start again
@@ -283,6 +285,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         if self._gpuwatch_running and self._pcontext is not None:
             self._gpuwatch_running = False
             codes = self._gpuwatch_codes(worker_group)
+            self._gpuwatch_has_overflowed |= RANK_OVERFLOW in codes.values()
             self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
 
 

@@ -138,6 +138,11 @@ explained = _form(
     lambda text: text in ("auto", "off") or is_number(text),
     lambda text: int(text) if is_number(text) else text,
 )
+every = _form(
+    "a number of batches of 1 or more, or auto",
+    lambda text: text == "auto" or (is_number(text) and int(text) >= 1),
+    lambda text: int(text) if is_number(text) else text,
+)
 batches = _form("batch numbers such as 0,1,3", lambda text: min(_batches(text)) >= 0, _batches)
 seconds = _form(
     "a duration of 1 second or more, such as 90 or 5m", lambda text: 1 <= parse_seconds(text) < 1e6, parse_seconds

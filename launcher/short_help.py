@@ -30,7 +30,7 @@ _AT_AN_OVERFLOW = {
     "--capture": "write the failing forward for gpuwatch replay",
 }
 _WATCHED = {
-    "--every N": "inspect one batch in N",
+    "--every N": "inspect one batch in N, or auto",
     "--watch WHAT,WHAT": "some of forward, grads, weights, comms (all)",
     "--modules PATTERN": "record only modules whose name matches",
     "--ignore PATTERN": "raise no alarm for modules whose name matches",

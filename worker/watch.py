@@ -32,7 +32,16 @@ from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.step_effects import StepEffects
 from ..core.recorder.writer import RecorderWriter
-from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
+from ..core.settings import (
+    Every,
+    Explain,
+    OnOverflow,
+    Watched,
+    WorkerSettings,
+    as_keywords,
+    worker_options,
+    wrong_together,
+)
 from ..core.signal_errors import from_outside
 from ..core.wire.beat import NodeBeat, RankState
 from ..core.wire.messages import AgentBody, AgentHello, EventMessage, NameDefinitions, NodeBye, PageMessage
@@ -313,7 +322,7 @@ def watch(
     *,
     watch: Iterable[Watched] = ("forward", "grads", "weights", "comms"),
     modules: Iterable[str] = (),
-    every: int = 1,
+    every: Every = 1,
     on_overflow: OnOverflow = "abort",
     sync: bool = False,
     guard_optimizer: bool = False,
@@ -343,8 +352,9 @@ def watch(
         raise TypeError(f"expected a torch.nn.Module, or None for all models, found {type(model).__name__}")
     if running is not None:
         return ModelWatch(running, running.progress.recorder, owned=False)
+    if every != "auto":
+        _check_numbers(every=every)
     _check_numbers(
-        every=every,
         near_overflow=near_overflow,
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,

@@ -9,6 +9,7 @@ import msgspec
 
 from ...core.events.agent_events import RankLook
 from ...core.events.node_events import GpuHealth, GpuXid
+from ...core.events.own_limits import choice_text
 from ...core.events.preflight_events import PreflightResult
 from ...core.events.run_position import RunPosition
 from ...core.frames import Page
@@ -207,6 +208,7 @@ def _rank_report(
         threads=[thread_text(each) for look in rank.looks[-1:] if look.stack for each in look.threads if each.at],
         traces_thinned=rank.counts.traces_thinned,
         groups_not_shown=rank.counts.groups_not_shown,
+        watch_choices=[{**fields_of(each, "batch", "step"), "text": choice_text(each)} for each in rank.watch_choices],
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ...core.events.alarm_evidence import CaptureFile, SecondRun
 from ...core.events.run_position import RankEvent
-from ...core.frames import FramePhase
+from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
 from ...core.verdicts import Certainty
@@ -28,7 +28,7 @@ from ..report.verdict import ConcurrentOrigin, Verdict
 from .diagnosis_order import DiagnosisOrder
 from .doubts import doubts_about
 from .gradient_sum import of_reduced
-from .overflow_advice import clues_of, next_steps
+from .overflow_advice import AdviceClues, clues_of, next_steps
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .overflow_words import (
     NOBODY_LOOKED,
@@ -249,21 +249,36 @@ def _named(
 
 
 def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder) -> Verdict:
-    """The rank is known. What happened in it is not: its batch was skipped."""
+    """The rank is known. What happened in it is known by a second run alone: its batch was skipped."""
     first = tier[0]
-    who = one_on(first.rank, facts.host(facts.one(first.attempt, first.rank)))
-    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {first.text}"]
+    rank = facts.one(first.attempt, first.rank)
+    who = one_on(first.rank, facts.host(rank))
+    ran = _second_run(first, rank)
+    operation = ran.operation if ran is not None else None
+    seen = f"returned {first.value} from {first.root or 'its model'}"
+    if first.phase == FramePhase.BACKWARD:
+        seen = f"had {first.value} in the {first.role} of {first.place}, the last gradient of its backward,"
+    found = "the module is unknown; to find it, watch every batch with --every 1"
+    module, cls, advised, clues = None, None, first, AdviceClues()
+    if ran is not None and operation is not None:
+        module, cls = operation.module, ran.cls or None
+        found = f"in a second run of that forward {module_text(module, cls or first.root)} made it"
+        advised, clues = replace(first, source="made"), AdviceClues(operation=operation)
+    evidence = [
+        f"{rank_name(first.rank)}, batch {first.batch}: {first.text}",
+        *operation_lines(ran, operation, first.phase),
+    ]
     evidence += of_concurrent(first, [d for d in order.diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
-        **whose(facts, facts.one(first.attempt, first.rank)),
-        module=None,
-        cls=None,
-        statement=f"{who} returned {first.value} from {first.root or 'its model'} in {batch_text(first)}, which was "
-        f"{first.cause}: the module is unknown; to find it, watch every batch with --every 1.",
+        **whose(facts, rank),
+        module=module,
+        cls=cls,
+        operation=operation,
+        statement=f"{who} {seen} in {batch_text(first)}, which was {first.cause}: {found}.",
         certainty=Certainty.SUPPORTED,
         evidence=evidence,
-        next=next_steps(first),
+        next=next_steps(advised, clues),
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

@@ -27,6 +27,7 @@ from ...core.events.own_limits import (
     ReplacedFunctions,
     UnmeasuredTensor,
     UnreadStates,
+    WatchChoice,
     costs_frames,
 )
 from ...core.events.preflight_events import (
@@ -122,6 +123,7 @@ class RankFacts:
     """Non-finite tensors that went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
     compiled_unseen: list[CompiledUnseen] = field(default_factory=list)
+    watch_choices: list[WatchChoice] = field(default_factory=list)
     unmeasured: UnmeasuredTensor | None = None
     loose_parameters: list[LooseParameters] = field(default_factory=list)
     unread_states: list[UnreadStates] = field(default_factory=list)

@@ -342,6 +342,7 @@ _ORDERS: dict[str, Callable[[Any], Any]] = {
     "ignored": lambda ignored: (_place(ignored.where), ignored.module, ignored.role),
     "hashes": lambda hashes: (hashes.where.root, hashes.where.batch, hashes.where.step, hashes.table),
     "not_looked_into": lambda hidden: (hidden.module, hidden.cls),
+    "watch_choices": lambda choice: (choice.where.step, _place(choice.where), choice.alert),
     "compiled_unseen": lambda unseen: (not unseen.calls, unseen.text),
     "loose_parameters": lambda loose: (loose.optimizer, -loose.parameters, -loose.unread),
     "unread_states": lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns),

@@ -165,6 +165,8 @@ class RankReport(msgspec.Struct, frozen=True):
     threads: list[str] = []
     traces_thinned: int = 0
     groups_not_shown: int = 0
+    watch_choices: list[dict[str, Any]] = []
+    """What `--every auto` has chosen: fields of WatchChoice, and `text`."""
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
 _MAX_NOTABLE = 3
+_MOST_ALERTS = 4
 _CLOCK_OFF_S = 1.0
 _TURNED_AWAY = {
     "refused": "clients with another key or of another run",
@@ -220,6 +221,14 @@ def _skipped(ranks: list[RankReport]) -> Iterator[str]:
         yield f"only one batch in {round(batches / (batches - skipped))} was inspected; {skipped} were skipped"
     elif skipped:
         yield f"{skipped} batches were skipped"
+    chosen = [(choice["cost"], rank.name, choice) for rank in ranks for choice in rank.watch_choices]
+    costs = [each for each in chosen if not each[2]["alert"]]
+    if costs:
+        _, name, choice = max(costs, key=lambda each: each[0])
+        many = f"; of {counted(len(costs), 'rank')} this is the one where it cost most" if len(costs) > 1 else ""
+        yield f"--every auto, {name}: {choice['text']}{many}"
+    for _, name, choice in [each for each in chosen if each[2]["alert"]][:_MOST_ALERTS]:
+        yield f"--every auto, {name}: {choice['text']}"
 
 
 def _thinned(ranks: list[RankReport]) -> Iterator[str]:

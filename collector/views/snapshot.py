@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ...core.events.agent_events import RankLook
 from ...core.events.node_events import GpuHealth, GpuXid
+from ...core.events.own_limits import choice_text
 from ...core.identity import rank_name
 from ...core.recorder.stalls import ANSWER_S
 from ...core.text import ranks_text
@@ -155,6 +156,8 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
             events.append((forecast, f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}", True))
         for fault in rank.faults[:1]:
             events.append((fault, f"{name}: gpuwatch's own fault: {fault.part}", False))
+        for choice in rank.watch_choices[-1:] if rank is ranks[0] else ():
+            events.append((choice, f"{name}: {choice_text(choice)}", False))
         for skip in rank.scaler_skips[-1:]:
             events.append((skip, f"{name}: GradScaler skipped a step, scale {skip.scale:g}", False))
         found += [ViewEvent(event.where.time_ns, text, loud) for event, text, loud in events]

@@ -116,6 +116,8 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     samples: OddSamples | None = None
     trials: list[CauseTrial] = []
     """Of the forward."""
+    cls: str = ""
+    """Class of the operation's module; "" where that is not known."""
 
 
 class CaptureFile(msgspec.Struct, frozen=True):

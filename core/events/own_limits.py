@@ -26,6 +26,37 @@ class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
     """The calls of the modules, too, and not their gradients alone."""
 
 
+class WatchChoice(RankEvent, frozen=True, tag="watch_choice"):
+    """`--every auto`: one step in `every` is watched whole from this batch on, as watching each costs so much.
+
+    With `alert` it is each one for a while, and that is why.
+    """
+
+    every: int
+    cost: float = 0.0
+    """A share of a step's time."""
+    margin: float = 0.0
+    """The share is within this of the true one in about 19 of 20 cases."""
+    alert: str = ""
+    """`near overflow in output of head`"""
+
+
+def choice_text(choice: WatchChoice) -> str:
+    """A clause.
+
+    >>> choice_text(WatchChoice(RunPosition(0, batch=52), 8, 0.1432, 0.02))
+    'watching every step cost 14 % of its time (give or take 2 %): one step in 8 is watched whole from batch 52 on'
+    >>> choice_text(WatchChoice(RunPosition(0, batch=812), 1, alert="a forecast"))
+    'every step is watched whole for a while from batch 812 on: a forecast'
+    """
+    since = f"from batch {choice.where.batch} on"
+    if choice.alert:
+        return f"every step is watched whole for a while {since}: {choice.alert}"
+    which = "every step is" if choice.every == 1 else f"one step in {choice.every} is"
+    cost = f"watching every step cost {100 * choice.cost:.0f} % of its time (give or take {100 * choice.margin:.0f} %)"
+    return f"{cost}: {which} watched whole {since}"
+
+
 class UnmeasuredTensor(RankEvent, frozen=True, tag="unmeasured"):
     """The first tensor with floats that gpuwatch cannot read, such as one of a class of the script's own."""
 
@@ -100,5 +131,12 @@ class OwnFault(RankEvent, frozen=True, tag="fault"):
 
 
 LimitEvent = (
-    NotLookedInto | CompiledUnseen | UnmeasuredTensor | LooseParameters | UnreadStates | ReplacedFunctions | OwnFault
+    NotLookedInto
+    | CompiledUnseen
+    | WatchChoice
+    | UnmeasuredTensor
+    | LooseParameters
+    | UnreadStates
+    | ReplacedFunctions
+    | OwnFault
 )

@@ -148,6 +148,8 @@ class HeadField(IntEnum):
     """As above."""
     GROUP_TIMEOUT_MS = 50
     """Of its default process group: it may wait there before a slot of the table shows it. 0: not known."""
+    FORECASTS = 51
+    """How many its agent has made of its outputs. The agent writes it (told_forecasts.py)."""
 
 
 class SegmentField(IntEnum):

@@ -25,6 +25,7 @@ from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.stalls import file_of, has_left_backward, pipe_of, stack_file_name
+from ...core.recorder.told_forecasts import tell_forecasts
 from ...core.wire.beat import HotModule, NodeBeat, RankState
 from ...core.wire.messages import AgentBody, EventMessage, NameDefinitions, WantedBatch
 from ...core.wire.pipe import LastLook
@@ -71,6 +72,7 @@ class RankWatch:
         self._script_code: int | None = None
         """What it then ends with."""
         self._history = RankHistory(ranks)
+        self._forecasts = 0
         self.steps = RankStepTimes()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
@@ -215,6 +217,9 @@ class RankWatch:
             if not self.ended:
                 self._history.read(reader, header, now)
                 forecasts = self._history.told(self.rank, self.attempt)
+                if forecasts:
+                    self._forecasts += len(forecasts)
+                    tell_forecasts(self._path, self._forecasts)
         except Exception as error:
             self._failed("history", error)
         if self._history.forecast_error is not None:

@@ -25,6 +25,7 @@ ALL_CHANGED = WorkerSettings(
     watch=("weights",),
     modules=["encoder.*", "head [é]"],
     every=100,
+    after_overflow=True,
     sync=True,
     guard_optimizer=True,
     ignore=["mask.*:output[0]"],

@@ -141,7 +141,7 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
     )
     default = msgspec.structs.asdict(WorkerSettings("/x"))
     unset = {name for name, value in msgspec.structs.asdict(settings).items() if value == default[name]}
-    agreed = {"round", "attempt", "node_hosts", "check_only", "meets_at"}
+    agreed = {"round", "attempt", "node_hosts", "check_only", "meets_at", "after_overflow"}
     assert unset == agreed, "what the nodes agree on, and what makes a check"
 
 
@@ -151,6 +151,7 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         ("--watch forward", "watch", ("forward",)),
         ("--watch=grads,forward,weights", "watch", ("grads", "forward", "weights")),
         ("--every 1", "every", 1),
+        ("--every auto", "every", "auto"),
         ("--explain auto", "explain", "auto"),
         ("--explain off", "explain", "off"),
         ("--explain 0", "explain", 0),
@@ -332,7 +333,8 @@ def test_a_switch_takes_no_value(option):
         ("--explain", "-1", "expected auto, off or a batch number such as 17"),
         ("--rank", "-1", "expected a rank of 0 or more"),
         ("--watch", "all", "expected some of forward,grads,weights,comms"),
-        ("--every", "0", "expected a number of batches of 1 or more"),
+        ("--every", "0", "expected a number of batches of 1 or more, or auto"),
+        ("--every", "automatic", "expected a number of batches of 1 or more, or auto, found 'automatic'"),
         ("--near-overflow", "70", "expected powers of two from 0 to 64"),
         ("--underflow-share", "2", "expected a share from 0 to 1"),
         ("--scaler-skips", "0", "expected a number of steps of 1 or more"),

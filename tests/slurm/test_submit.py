@@ -215,7 +215,7 @@ def test_a_check_as_a_job(gpuwatch):
     [
         (["submit"], "expected a script to run, found none"),
         (["submit", "-N2", "no_such.py"], "found no file 'no_such.py'"),
-        (["submit", "--every", "0", "my train.py"], "expected a number of batches of 1 or more, found '0'"),
+        (["submit", "--every", "0", "my train.py"], "expected a number of batches of 1 or more, or auto, found '0'"),
         (["submit", "--sync", "--on-overflow", "continue", "my train.py"], "expected --on-overflow abort with --sync"),
         (["submit", "--comment", "a\nb", "my train.py"], "--comment: expected a value in one line"),
         (["submit", "--exclude-bad", "nothing", "my train.py"], "expected a run's folder, its name"),

@@ -142,6 +142,7 @@ class GraphReplays:
     def _begins(self, graph: Any) -> None:
         """A capture has begun on the current stream: nothing may be launched, and no memory taken."""
         with self._within():
+            self._progress.pace.watch_all()  # what a batch leaves out, no replay would show
             known = self._graphs.pop(graph, None)
             if known is not None:
                 known.give_up()

@@ -36,7 +36,7 @@ from ...core.events.alarm_evidence import (
     OddSamples,
     SecondRun,
 )
-from ...core.frames import FramePhase, RowMark
+from ...core.frames import FramePhase
 from ...core.marked_line import CODE_WIDTH, shown_line
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
@@ -135,7 +135,7 @@ class SecondRuns:
                 self._bad = bad
                 self._end("", made)
             return False
-        is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
+        is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT)
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:
@@ -407,7 +407,10 @@ class SecondRuns:
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
         if self._explains:
-            self._progress.recorder.append(SecondRun(where, operation, why, eagerly, self._odd, self._trials))
+            modules = self._roots.infos[bad.page.root].modules.values()
+            name = operation.module if operation is not None else None
+            cls = next((info.cls for info in modules if info.name == name), "")
+            self._progress.recorder.append(SecondRun(where, operation, why, eagerly, self._odd, self._trials, cls))
         if self._captures:
             file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, file))

@@ -23,7 +23,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD, name_in_torch
 from ..compile import attach as traced
-from ..device.device import StreamKey, without_modes
+from ..device.device import StreamKey, is_on_device, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.frame_writer import FrameWriter
@@ -32,7 +32,7 @@ from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..record.tensor_stats import version_of
+from ..record.tensor_stats import measure, version_of
 from .accumulated_gradients import (
     AccumulatedGradients,
     GradientFate,
@@ -117,6 +117,9 @@ class BackwardHooks:
         """Waits no longer for torch._dynamo."""
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], list[Any]]] = {}
         """id of a parameter -> (weak reference, torch's handles of our hooks on it)."""
+        self._skips = progress.settings.every != 1
+        self._firsts: dict[int, weakref.ref[torch.Tensor]] = {}
+        """id of a root -> its first trained parameter."""
         self._accumulated = AccumulatedGradients()
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version when it was recorded)."""
@@ -214,8 +217,10 @@ class BackwardHooks:
             others = bool(parameter._post_accumulate_grad_hooks)
             # the native hook reads `.grad`, and when all other hooks have had it
             is_plain = not others and not hasattr(parameter, "main_grad")
-            native = self.writer.hook(info, role) if self.writer is not None and is_plain else None
-            hook = native or _as_hook(partial(self.of_parameter, info, role))
+            is_first = self._skips and self._is_first(parameter, info.root)
+            native = self.writer.hook(info, role) if self.writer is not None and is_plain and not is_first else None
+            record = self.of_first_parameter if is_first else self.of_parameter
+            hook = native or _as_hook(partial(record, info, role))
             handles = [parameter.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]  # likewise
             if others:
                 first = _as_hook(partial(self.note_parameter, info, role), is_first=False)
@@ -224,6 +229,15 @@ class BackwardHooks:
             self.parameters[id(parameter)] = (weakref.ref(parameter), handles)
             if parameter.grad is not None and not self._rows.is_capturing:
                 self.left.add(parameter)
+
+    def _is_first(self, parameter: torch.Tensor, root: RootInfo) -> bool:
+        first = self._firsts.get(root.id)
+        if first is None:
+            module = root.ref()
+            parameters = module.parameters() if module is not None else iter(())
+            found = next((each for each in parameters if each.requires_grad), parameter)
+            first = self._firsts[root.id] = weakref.ref(found)
+        return first() is parameter
 
     def watch_graph(self, calls: GraphCalls, output: Any, page: OpenPage) -> None:
         """Remember the graph of the backward that reaches this output of a root, and read the loss of that backward."""
@@ -348,6 +362,36 @@ class BackwardHooks:
                 if from_outside(error):
                     raise
                 self._fault("parameter hook", error)
+
+    def of_first_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        """Record the local gradient of the first parameter of a root, in skipped batches too.
+
+        It is the last one of a backward, as a rule, and shows what any operation before it has made.
+        """
+        if not self._progress.skipped:
+            self.of_parameter(info, role, parameter)
+        elif self._attached and not _is_compiling():
+            with self._progress.faults.within("parameter hook"), self._progress.lock:
+                without_modes(self._record_of_skipped, info, role, parameter)
+
+    def _record_of_skipped(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        """Write a frame of the gradient, unless it is known to be finite."""
+        gradient, root, rows = gradient_of(parameter), info.root, self._rows
+        if gradient is None:
+            return
+        numbers = None if is_on_device(gradient) else measure(gradient)
+        if numbers is not None and not numbers.meta & 0xFF:
+            return
+        page = root.page
+        if page is None or page.batch != root.batches - 1:  # it returned no tensor of numbers
+            page = self._progress.begin_page(root)
+            rows.begin_page(page.batch)
+        self._progress.resume(page)
+        row = rows.gradient(info, role, gradient, self.mark(page) | RowMark.SKIPPED, numbers)
+        if row.flags or row.pending:
+            self._frames.put(page, info, FramePhase.BACKWARD, [row])
+        rows.flush()
+        self._progress.recorder.pause_page()
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """Record the local gradient of a parameter."""

@@ -30,6 +30,8 @@ from ..record.roots import ModuleInfo, RootInfo, is_in_parts
 
 T = TypeVar("T")
 _this_thread = threading.get_ident
+_ON_CALLS = 2
+"""The first entries: the hooks before and after a module's forward."""
 _LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
 
 
@@ -208,6 +210,22 @@ class GlobalHooks:
             if not fields[HeadField.HOOKS_GONE]:
                 fields[HeadField.GONE_PAGE] = fields[HeadField.PAGE]
             fields[HeadField.HOOKS_GONE] += 1
+
+    def take_off_calls(self) -> None:
+        """Take the two hooks on calls of modules out of their tables, until `put_on_calls` or `reinstall`."""
+        for place, name, _, key, _ in self._entries[:_ON_CALLS]:
+            getattr(place, name).pop(key, None)
+
+    def put_on_calls(self) -> None:
+        """Put them back in front, unless they were detached since, or others have changed the tables."""
+        for place, name, _, key, value in self._entries[:_ON_CALLS]:
+            table = getattr(place, name)
+            others = dict(table)
+            table[key] = value
+            for other, hook in others.items():
+                if other in table and other != key:
+                    del table[other]
+                    table[other] = hook
 
     def without_ours(self, run: Callable[[], T]) -> T:
         """Call `run` without our hooks on modules and optimizers. Then these are back at their places among others'."""

@@ -23,6 +23,7 @@ from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..answers import look_at_stack_file
 from ..compile import attach as traced
+from ..compile.attach import apart_from_dynamo
 from ..device.device import without_modes
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.bad_elements import bad_inputs
@@ -32,6 +33,7 @@ from ..record.root_tensors import RootTensors
 from ..record.roots import ModuleInfo, RootInfo
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
+from .quiet_root import QuietRoot
 from .skipping import BatchSkipping
 
 try:
@@ -100,6 +102,7 @@ class ModuleCalls:
         settings = self._progress.settings
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
+        self._quiet = QuietRoot(self._global, apart_from_dynamo(self.after))
         self._last_batch = settings.abort_after_batch
         self._interrupted: OpenPage | None = None
         """A signal's handler may call the model while a hook of ours writes: the page of that hook. It is made the
@@ -163,7 +166,7 @@ class ModuleCalls:
         try:
             if self._skipping.root is not None:
                 if self._skipping.root() is module:
-                    self._skipping.ends(module, output)
+                    self._skipped_root_ends(module, args, kwargs, output)
                 return
             if not self._stack or _is_tracing():
                 return
@@ -194,6 +197,14 @@ class ModuleCalls:
                 self._judging.raise_pending()
         finally:
             call_ends()
+
+    def _skipped_root_ends(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """May raise OverflowDetected."""
+        self._skipping.ends(module, output)
+        if self._judging.pending is not None:
+            with self._progress.faults.within("a second run"):
+                self._explainer.returned(self._roots.enter(module)[0], args, kwargs, output)
+            self._judging.raise_pending()
 
     def _skip_graphs(self) -> None:
         with self._progress.faults.within("forward pre-hook"), self._lock:
@@ -283,6 +294,7 @@ class ModuleCalls:
         else:
             self.end_last_batch(root)
             if self._skipping.skips(module, root, opens_batch):
+                self._skipped_root_begins(module, info)
                 return None
             page = self._progress.begin_page(root)
             self._progress.times.forward_begins()
@@ -296,6 +308,14 @@ class ModuleCalls:
             self._root_tensors.read(root, module, page)
             self._explainer.batch_begins(module, page)
         return info
+
+    def _skipped_root_begins(self, module: torch.nn.Module, info: ModuleInfo) -> None:
+        if self._explainer.is_on:
+            self._explainer.root_begins(module)
+            info.seq = issued()
+            self._running.begin(FramePhase.FORWARD, None)
+        if not self._around_graphs:
+            self._quiet.begins(module)
 
     def end_last_batch(self, root: RootInfo) -> None:
         """The next batch of a root begins."""

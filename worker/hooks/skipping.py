@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
@@ -10,9 +11,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from ...core.events.own_limits import NotLookedInto
+from ...core.errors import Code, coded
+from ...core.events.own_limits import NotLookedInto, WatchChoice, choice_text
 from ...core.frames import FramePhase, RowMark
+from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
 from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward
 from ..device.device import without_modes
@@ -43,6 +47,7 @@ class BatchSkipping:
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._every, self._traced = settings.every, [*settings.trace_batches, settings.explain]
+        self._pace, self._rank = self._progress.pace, self._progress.rank
         self.first_root: int | None = None
         """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
@@ -83,7 +88,10 @@ class BatchSkipping:
         if opens_batch:
             root.batches += 1
         batch = max(0, root.batches - 1)
-        self._progress.skipped = batch not in self._traced and batch % self._every != 0
+        if self._every != "auto":
+            self._progress.skipped = batch not in self._traced and batch % self._every != 0
+        elif opens_batch:
+            self._keep_pace(root, batch)
         if not self._progress.skipped:
             return False
         self.root = weakref.ref(module)
@@ -91,6 +99,20 @@ class BatchSkipping:
             self._progress.fields[HeadField.BATCHES_SKIPPED] += 1
             self._progress.fields[HeadField.BATCH] = root.batches - 1
         return True
+
+    def _keep_pace(self, root: RootInfo, batch: int) -> None:
+        """A batch of a root begins, with `--every auto`."""
+        progress = self._progress
+        if root.id == self.first_root:
+            progress.look_for_forecasts()
+            choice = self._pace.step_begins(progress.step, time.monotonic_ns())
+            if choice is not None:
+                where = replace(progress.where(root=root.label), batch=batch)
+                event = WatchChoice(where, choice.every, choice.cost, choice.margin)
+                progress.recorder.append(event)
+                if self._rank == 0 and choice.every > 1:
+                    say(coded(choice_text(event), Code.BATCHES_SKIPPED))
+        progress.skipped = not self._pace.is_whole and batch not in self._traced
 
     # -- while one runs -----------------------------------------------------------------------------------------
 
@@ -112,14 +134,13 @@ class BatchSkipping:
         return False
 
     def ends(self, module: torch.nn.Module, output: Any) -> None:
-        """Record only the output of the skipped root, which has returned. May raise OverflowDetected."""
+        """Record only the output of the skipped root, which has returned."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes:
             return
         with self._progress.faults.within("forward hook"), self._progress.lock:
             without_modes(self._record, module, output)
-        self._frames.judging.raise_pending()
 
     def _record(self, module: torch.nn.Module, output: Any) -> None:
         """Write a frame of the root's output, unless all of it is known to be finite."""
@@ -189,6 +210,7 @@ class CompiledPolicy:
 
         Else it is not recorded. `first`: the first module in the region.
         """
+        self._progress.pace.watch_all()  # a graph has its readings in it, in every batch
         cls = class_of(first)
         inner = self._stack[-1] if self._stack else None
         if not self._skipping.is_running:

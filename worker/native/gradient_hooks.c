@@ -145,7 +145,9 @@ static int take_parameter(Hook *self, PyObject *parameter)
     FrameWriter *writer = (FrameWriter *)self->writer;
     PyObject *gradient = NULL, *before = NULL, *page = NULL, *root = NULL;
     int taken = 0;
-    if (truth_of(self->gradients, s__attached) != 1 || truth_of(writer->progress, s_skipped) != 0 || !may_look(writer))
+    if (truth_of(writer->progress, s_skipped) == 1)
+        return 1; /* nothing of it is recorded */
+    if (truth_of(self->gradients, s__attached) != 1 || !may_look(writer))
         return 0;
     before = PyObject_GetAttr(self->gradients, s_before_parameter);
     if (before != NULL && before != Py_None) { /* it writes the frames of a compiled backward, which come first */

@@ -38,6 +38,7 @@ from .notable import frames_to_judge
 from .passed import LatePassed
 from .progress import RunProgress
 from .rows import COUNT_EVERY, RowWriter
+from .watch_pace import MOST
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -103,7 +104,7 @@ class AlarmRecorder:
         self.first_alarmed = -1
         """Number of the page with the first alarm; -1 before it."""
         self._warned: set[tuple[str, ...]] = set()
-        self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
+        self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, MOST if settings.every == "auto" else max(1, settings.every)))
         self._hidden: set[tuple[str, ...]] = set()
         self._absorbed: set[tuple[str, ...]] = set()
         self._scaled: list[NonFiniteRow] = []
@@ -268,8 +269,10 @@ class AlarmRecorder:
                     continue
                 kind = "underflow"
             self._warn(kind, page, frame, row)
-        if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
-            self._scaled.append(NonFiniteRow(page, frame, found.scaled))
+        if found.scaled is not None:
+            self._out_of_line(name_of(NonFinite(found.scaled.flags)), page, frame, found.scaled)
+            if len(self._scaled) < _MAX_SCALED:
+                self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         for bad in found.absorbed:
             why: LedNowhere = "" if bad.out_of_mask else "taken away"
             self._led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
@@ -331,6 +334,7 @@ class AlarmRecorder:
             moments=moments(_MAX_MOMENTS, where.seq) if not self._anomalies else (),
             collectives_before=noted or (),
         )
+        self._out_of_line(name_of(NonFinite(bad.row.flags)), *bad)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
@@ -421,11 +425,17 @@ class AlarmRecorder:
             text = f"gpuwatch: {found}; {_LAUNCHED if launched else _ALONE} {_GO_ON}"
             raise OverflowDetected(text if launched else as_keywords(text))
 
+    def _out_of_line(self, what: str, page: OpenPage, frame: Frame, row: Row) -> None:
+        place = f"{shown_name(row.role)} of {module_text(frame.module, frame.cls)}"
+        self._progress.alert(self._progress.where_of(page, frame), f"{what} in {place}")
+
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[HeadField.WARNED] += 1
         if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
+            if kind == "near overflow":
+                self._out_of_line(kind, page, frame, row)
             self._recorder.append(
                 RangeWarning(
                     self._progress.where_of(page, frame),

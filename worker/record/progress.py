@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.errors import Code, coded
-from ...core.events.own_limits import CompiledUnseen, OwnFault
+from ...core.events.own_limits import CompiledUnseen, OwnFault, WatchChoice
 from ...core.events.run_position import RunPosition
 from ...core.events.script_events import MeshCoordinates
 from ...core.frames import Frame
@@ -27,6 +27,7 @@ from ..patches import PatchLedger
 from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
+from .watch_pace import WatchPace
 
 # One thread at a time writes into the recorder. Autograd has a thread for each device, and it runs gradient hooks
 # (torch/csrc/autograd/engine.h, start_device_threads). A script may call modules in threads of its own.
@@ -159,6 +160,7 @@ class StepClock:
 
 _MAX_FAULTS = 20
 _MOST_MESHES = 32
+_MOST_ALERTS = 16
 
 
 class FaultGuard(NamedTuple):
@@ -236,8 +238,12 @@ class RunProgress:
         """The root of the last page that was begun."""
         self.skipped = False
         """This batch is skipped (`--every`)."""
+        self.pace = WatchPace(whole=settings.every != "auto" or settings.after_overflow)
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
+        self._alerts = 0
+        self._forecasts = 0
+        """Of the agent's, those that are known."""
         self._kept: list[BaseException] = []
         self._unseen: set[str] = set()
         self._meshes: list[dict[str, int]] = []
@@ -294,6 +300,19 @@ class RunProgress:
         """The place in the run of a frame, which may be some batches old."""
         root = self.recorder.names.root_label(page.root)
         return position(frame.seq, self.rank, self.settings.attempt, page.step, page.batch, root, page.number)
+
+    def alert(self, where: RunPosition, why: str) -> None:
+        """A value is out of line at `where`: with `--every auto` the next steps are watched whole."""
+        if self.pace.alert() and self._alerts < _MOST_ALERTS:
+            self._alerts += 1
+            self.recorder.append(WatchChoice(where, 1, alert=why))
+
+    def look_for_forecasts(self) -> None:
+        """The node agent may have forecast an overflow."""
+        count = self.fields[HeadField.FORECASTS]
+        if count != self._forecasts:
+            self._forecasts = count
+            self.alert(self.where(), "an overflow is forecast")
 
     def begin_page(self, root: RootInfo) -> OpenPage:
         """End the root's last page and begin its next one."""

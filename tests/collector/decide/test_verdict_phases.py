@@ -8,8 +8,10 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events.alarm_evidence import BadOperation, SecondRun
 from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault
+from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings
@@ -784,3 +786,18 @@ def test_of_a_parameter_that_no_module_has_nobody_has_looked_at_the_gradient(mak
     verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("overflow", certainty, rank)
     assert "params[3] of `optimizer.param_groups[0]` (Adam)" in " ".join([verdict.statement, *verdict.evidence])
+
+
+def second_run(batch, module="attend", cls="Attend"):
+    number = OperandNumbers("float32", [4], 1e30, "finite")
+    operation = BadOperation("aten.mul.Tensor", module, "model.py", 7, "x * y", [number], number, "everything")
+    return EventMessage(SecondRun(batch.anomaly.where, operation, cls=cls))
+
+
+def test_a_second_run_gives_the_module_of_a_batch_that_was_left_out(make):
+    batch = left_out(make, 1, batch=7)
+    bodies = [make.hello(nproc=1, host="alpha"), *batch.messages(), second_run(batch)]
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.rank, verdict.module, verdict.cls, verdict.certainty) == (1, "attend", "Attend", "supported")
+    assert "in a second run of that forward `attend` (Attend) made it" in verdict.statement
+    assert not any("--every 1" in step for step in verdict.next)

@@ -9,9 +9,11 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.notices_text import notice_lines
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events.across_ranks import PassedTensor
 from gpuwatch.core.events.alarms import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip
+from gpuwatch.core.events.own_limits import WatchChoice
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -221,6 +223,20 @@ def test_the_text_says_that_batches_were_left_out(make):
     assert "only one batch in 5 was inspected; 80 were skipped" in text_of(
         report_of(run(make, batches=100, batches_skipped=80))
     )
+
+
+def test_what_auto_has_chosen_is_one_line_for_all_ranks(make):
+    chosen = [WatchChoice(make.where(rank, batch=52), every, cost, 0.02) for rank, every, cost in CHOSEN]
+    report = report_of(run(make, *map(EventMessage, chosen), batches=100, batches_skipped=80))
+    lines = [line for line in notice_lines(report) if "--every auto" in line]
+    assert lines == [
+        "--every auto, rank 1: watching every step cost 20 % of its time (give or take 2 %): one step in 16 is watched "
+        "whole from batch 52 on; of 2 ranks this is the one where it cost most [GW234]"
+    ]
+    assert [rank.watch_choices[0]["every"] for rank in report.ranks] == [8, 16]
+
+
+CHOSEN = [(0, 8, 0.14), (1, 16, 0.2)]
 
 
 def test_batches_of_several_roots_are_not_made_into_a_ratio(make):

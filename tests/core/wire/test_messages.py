@@ -45,6 +45,7 @@ from gpuwatch.core.events.own_limits import (
     ReplacedFunctions,
     UnmeasuredTensor,
     UnreadStates,
+    WatchChoice,
 )
 from gpuwatch.core.events.preflight_events import (
     BandwidthRows,
@@ -134,6 +135,8 @@ EVENTS = [
     NotLookedInto(HERE, "model", "LlamaModel"),
     UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
     CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
+    WatchChoice(HERE, 8, 0.14, 0.02),
+    WatchChoice(HERE, 1, alert="an overflow is forecast"),
     LooseParameters(HERE, "Adam", 2, 1),
     UnreadStates(HERE, "AdamW", 7),
     BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),

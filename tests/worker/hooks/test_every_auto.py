@@ -1,0 +1,205 @@
+"""`--every auto` in a rank: what is read of a batch that is left out, and what an overflow in it leads to."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events.alarm_evidence import SecondRun
+from gpuwatch.core.events.own_limits import WatchChoice
+from gpuwatch.core.recorder.layout import HeadField
+from gpuwatch.core.recorder.told_forecasts import tell_forecasts
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+X = torch.ones(2, 4)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 1.0
+
+    def forward(self, x):
+        return x * self.by
+
+
+class Bad(torch.autograd.Function):
+    """Makes an inf in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+class Guarded(nn.Sequential):
+    bad = False
+    fails: type[BaseException] | None = None
+
+    def forward(self, x):
+        if self.fails is not None:
+            raise self.fails("no")
+        x = super().forward(x)
+        return Bad.apply(x) if self.bad else x
+
+
+def net() -> Guarded:
+    torch.manual_seed(0)
+    return Guarded(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
+
+
+def leave_out(watched) -> None:
+    """From here on nearly all steps are left out."""
+    pace = watched.hooks.progress.pace
+    pace._settled, pace._every = True, 1 << 20
+
+
+def train(model, steps: int):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def hooks_of_torch() -> list[list[int]]:
+    return [list(torch_module._global_forward_pre_hooks), list(torch_module._global_forward_hooks)]
+
+
+def test_the_choice_is_recorded_and_the_batches_that_are_left_out_are_counted(watch):
+    watched = watch(every="auto")
+    train(net(), 60)
+    (choice,) = watched.of(WatchChoice)
+    assert (choice.where.batch, choice.alert) == (52, "")
+    assert 24 <= watched.reader[HeadField.BATCHES_SKIPPED] <= 24 + 8
+    assert watched.faults == []
+
+
+def test_training_makes_the_same_bits(watch):
+    plain = net()
+    train(plain, 60)
+    watched = watch(every="auto")
+    model = net()
+    train(model, 60)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert watched.faults == []
+
+
+def test_an_overflow_in_a_batch_that_is_left_out_is_found_by_a_second_run(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    train(model, 3)
+    model[1].by = 1e39
+    with pytest.raises(OverflowDetected, match=r"forward of batch 8.*not inspected.*; aten.mul"):
+        train(model, 1)
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation is not None
+    assert (ran.operation.module, ran.cls) == ("1", "Scale")
+    assert watched.faults == []
+
+
+def test_a_bad_weight_in_a_batch_that_is_left_out_names_no_operation(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(OverflowDetected, match="not inspected"):
+        train(model, 1)
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation is None
+
+
+def test_a_bad_gradient_in_a_batch_that_is_left_out_is_an_alarm_of_that_batch(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    model.bad = True
+    with pytest.raises(OverflowDetected, match="backward of batch 5"):
+        train(model, 1)
+    (anomaly,) = watched.anomalies
+    assert (anomaly.phase, anomaly.where.batch, anomaly.role) == ("backward", 5, "grad weight")
+    assert all(parameter.isfinite().all() for parameter in model.parameters()), "no step has used it"
+
+
+def test_after_a_forecast_all_is_watched_for_a_while(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    train(model, 2)
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == 2
+    tell_forecasts(watched.hooks.progress.recorder.path, 1)
+    train(model, 4)
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == 2
+    (choice,) = watched.of(WatchChoice)
+    assert (choice.every, choice.alert) == (1, "an overflow is forecast")
+
+
+def test_torchs_tables_have_our_hooks_again_whatever_ends_the_forward(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    before = hooks_of_torch()
+    leave_out(watched)
+    seen = []
+    model[1].register_forward_hook(lambda *_: seen.append(hooks_of_torch()))
+    train(model, 1)
+    assert seen == [[[], []]], "no hook of ours within"
+    assert hooks_of_torch() == before
+    assert not model._forward_hooks
+    model.fails = ValueError
+    with pytest.raises(ValueError, match="no"):
+        model(X)
+    assert hooks_of_torch() == before
+    model.fails = None
+    train(model, 1)
+    assert not model._forward_hooks
+    model.fails = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    model.fails = None
+    train(model, 2)
+    assert hooks_of_torch() == before
+    assert watched.faults == []
+
+
+def test_a_copy_of_a_model_that_raised_has_a_hook_that_does_nothing(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    model.fails = ValueError
+    with pytest.raises(ValueError, match="no"):
+        model(X)
+    model.fails = None
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(X), loaded(X))
+    assert watched.faults == []
+
+
+def test_hooks_of_others_keep_their_place(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    other = torch_module.register_module_forward_hook(lambda *_: None)
+    try:
+        before = hooks_of_torch()
+        train(model, 3)
+        assert hooks_of_torch() == before
+    finally:
+        other.remove()
+    assert watched.faults == []
