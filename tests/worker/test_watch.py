@@ -164,7 +164,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, ["frames(N) of the watch", 'on_overflow="continue"', "with explain=0."]),
+        ({"explain": "off"}, ["frames(N) of the watch", 'on_overflow="continue"', "with explain=0."]),
         ({"explain": 0}, ["SqrtBackward0"]),
         ({"watch": ["forward", "grads"]}, []),
         (

@@ -220,7 +220,7 @@ def same(one, other, on_host):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch, on_host):
-    """Its gradients, too, are written by the graph."""
+    """Its gradients, too, are written by the graph. That of its first parameter is read in every batch."""
     if not on_host:
         monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
 
@@ -233,10 +233,18 @@ def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch,
         (loss * (math.inf if batch == 3 else 1)).backward()  # nothing in its forward is bad
         model.zero_grad()
 
-    assert [page.batch for page in watched.pages if page.frames] == [0, 2, 4]
+    assert [page.batch for page in watched.pages if page.frames] == [0, 2, 3, 4]
     rows = [row for page in watched.pages for frame in page.frames for row in frame.rows]
     assert len([row for row in rows if row.role == "grad output"]) == 9
-    assert [row for row in rows if row.flags] == []
+    first, _ = next(model.named_parameters())
+    bad = [
+        (page.batch, frame.module, row.role)
+        for page in watched.pages
+        for frame in page.frames
+        for row in frame.rows
+        if row.flags
+    ]
+    assert bad == [(3, first.rpartition(".")[0], "grad weight")]
 
 
 @pytest.mark.slow
