@@ -50,19 +50,22 @@ def test_all_parts_stand_on_80_by_24(picture):
 
 
 def test_s_asks_for_the_stacks_and_shows_them_in_place_of_the_ranks(picture):
-    answers = [None, ["run run-1: 1 running rank of 1", f"  - rank 0 waits: {'x' * 9} " + "in all_reduce " * 9]]
-    shown = []
+    stacks = ["run run-1: 1 running rank of 1", f"  - rank 0 waits: {'x' * 9} " + "in all_reduce " * 9]
+    come, shown = [], []  # the screen's own clock polls, too
 
     async def act(pilot, app):
         await pilot.press("s")
         app.poll()
         await pilot.pause()
         shown.append([line.text for line in app.query_one(RankTable).lines])
+        come.append(stacks)
         app.poll()
         await pilot.pause()
         shown.append([line.text for line in app.query_one(RankTable).lines])
 
-    text = "\n".join(drive([picture.view([picture.rank(0)])], act, ask_stacks=lambda: lambda: answers.pop(0)))
+    text = "\n".join(
+        drive([picture.view([picture.rank(0)])], act, ask_stacks=lambda: lambda: come[0] if come else None)
+    )
     assert shown[0] == ["the ranks are asked for their stacks"]
     assert shown[1][0] == "run run-1: 1 running rank of 1" and max(map(len, shown[1])) < 80
     assert " ".join(" ".join(shown[1][1:]).split()).count("in all_reduce") == 9, "nothing is cut"
