@@ -205,7 +205,7 @@ REWRITTEN_NUMBER = [
     _rewritten("sqrt_of_a_negative", "DEBAR, RANUM: Sqrt", "sqrt", "domain"),
     _rewritten("root_of_a_distance", "RANUM: Sqrt, in its backward", "sqrt", "domain"),
     _rewritten("power_of_a_negative", "RANUM: Pow", "pow", "domain"),
-    _rewritten("mean_of_nothing", "a mean loss of an empty selection", "nll_loss_forward", "domain"),
+    _rewritten("mean_of_nothing", "a mean loss of an empty selection", "nll_loss", "domain"),
     _rewritten("exploding_gradient", "AUTOTRAINER: exploding gradient", "", "divergence step"),
     _rewritten("learning_rate_too_high", "DeepFD: learning rate", "", "divergence step"),
     _rewritten("half_product", "msProbe: overflow in float16", "", "precision"),
