@@ -198,7 +198,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
 
     It is `received` if ranks may have passed it on that run other models: those hand each other what they compute.
     """
-    page = page_of(facts, found) if found.source == "outside" and not found.proved else None
+    page = page_of(facts, found) if found.source == "outside" else None
     frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
     if page is None or frame is None:
         return found
@@ -210,6 +210,8 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     own = own_between(facts, found, last, now) if now > max(last, 0) else None
     if own is not None:
         found, now = replace(found, notes=(*found.notes, own.line), puts=own.puts), last
+    if found.proved:
+        return found
     notes: list[str] = []
     if now > max(last, 0):
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"

@@ -34,6 +34,12 @@ def test_where_its_result_is_the_loss_the_rank_that_put_it_in_is_named(bench, sh
 
 
 def test_what_an_object_holds_is_not_read_and_leaves_the_doubt(bench):
-    verdict = launched(bench, "objects")
+    verdict = launched(bench, "objects", "own loss")
     assert (verdict["rank"], verdict["phase"], verdict["certainty"]) == (1, "loss", "supported"), verdict
     assert any("one can have brought it" in line for line in verdict["evidence"])
+
+
+def test_whatever_an_object_holds_the_operation_that_made_it_of_finite_operands_is_the_answer(bench):
+    verdict = launched(bench, "objects")
+    assert (verdict["rank"], verdict["phase"], verdict["certainty"]) == (1, "loss", "established"), verdict
+    assert (verdict["cause"]["kind"], verdict["operation"]["op"]) == ("domain", "aten.log.default")

@@ -26,7 +26,7 @@ def noted(number=AFTER, operation="all_reduce", dtype="float32", was_read=True):
 SUM = (noted(),)
 
 
-def batch(make, rank, *, bad=True, lists=SUM, after=AFTER, moments=True, received=None):
+def batch(make, rank, *, bad=True, lists=SUM, after=AFTER, moments=True, received=None, proved=False):
     """A model that returns finite numbers, collectives, and a backward from the loss."""
     made = make.Batch(rank, batch=3, seq=BEFORE, clock={"0": after}, received=received)
     x, y = made.tensor(), made.tensor()
@@ -40,7 +40,7 @@ def batch(make, rank, *, bad=True, lists=SUM, after=AFTER, moments=True, receive
         made.anomaly = msgspec.structs.replace(
             made.anomaly,
             where=where,
-            again=LookedAgain(own_code_of="output", script=[LOSS]),
+            again=LookedAgain(own_code_of="output", script=[LOSS], proved=proved),
             moments=[IssuedMoment(BEFORE, {"0": BEFORE})] if moments else [],
             collectives_before=[*lists],
         )
@@ -81,6 +81,13 @@ def test_what_a_rank_has_put_into_a_sum_for_its_log_is_its_own(make):
     line = "rank 1 itself put +inf into all_reduce 10 of process group 0 (ranks 0 and 1): its value was bad before that"
     assert line in verdict.evidence
     assert not any("one can have brought it" in each for each in verdict.evidence)
+
+
+def test_where_a_sum_in_place_is_the_loss_the_rank_whose_graph_shows_it_is_named_alone(make):
+    """`dist.all_reduce(loss.data)`"""
+    both = [batch(make, 0), batch(make, 1, proved=True)]
+    verdict = judged(make, *both, told=[*put(make, 1), *got(make, 0)])
+    assert (verdict.rank, verdict.concurrent) == (1, [])
 
 
 def test_a_metric_that_came_out_finite_has_brought_nothing(make):

@@ -20,6 +20,20 @@ class Net(nn.Module):
         return self.leave(self.enter(x).relu() * self.factor * self.factor)
 
 
+class OwnLoss(torch.autograd.Function):
+    """The graph shows no operation of it."""
+
+    @staticmethod
+    def forward(ctx, chance):
+        ctx.save_for_backward(chance)
+        return -chance.log().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (chance,) = ctx.saved_tensors
+        return -gradient / chance / chance.numel()
+
+
 def shared(loss: torch.Tensor, out: torch.Tensor, how: str) -> torch.Tensor:
     """The loss that the backward begins from."""
     if how == "logs":
@@ -40,7 +54,7 @@ def shared(loss: torch.Tensor, out: torch.Tensor, how: str) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shares", required=True)
-    parser.add_argument("--bad", choices=("loss", "forward", "backward"), default="loss")
+    parser.add_argument("--bad", choices=("loss", "own loss", "forward", "backward"), default="loss")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -50,8 +64,11 @@ def main() -> None:
         bad = options.bad if batch == 3 and dist.get_rank() == 1 else ""
         net.factor = 1e30 if bad == "forward" else 1.0
         out = net(torch.randn(4, 8))
-        chance = out.softmax(-1)[:, 0] * (0.0 if bad == "loss" else 1.0)
-        loss = (out * 0).square().sum().sqrt() if bad == "backward" else -chance.log().mean()
+        chance = out.softmax(-1)[:, 0] * (0.0 if bad in ("loss", "own loss") else 1.0)
+        if bad == "backward":
+            loss = (out * 0).square().sum().sqrt()
+        else:
+            loss = OwnLoss.apply(chance) if options.bad == "own loss" else -chance.log().mean()
         shared(loss, out, options.shares).backward()
         optimizer.step()
         optimizer.zero_grad()
