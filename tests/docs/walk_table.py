@@ -27,6 +27,7 @@ BEFORE: dict[str, list[str]] = {
     ],
     "docs/replay.md": ["gpuwatch launch --capture --run-name RUN train.py"],
     "docs/report.md": [
+        "gpuwatch launch --nproc-per-node 2 --preflight off --runs-dir other-runs tests/e2e/scripts/explained.py ddp",
         FAULT,
         FAULT,
         FAULT.replace("launch", "launch --run-name RUN_A"),
