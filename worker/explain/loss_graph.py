@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch.utils import _pytree
 
 from ...core.events.alarm_evidence import BadOperation
@@ -24,7 +23,7 @@ from ...core.signal_errors import from_outside, suppress_own
 from ..record.bad_elements import pattern_of
 from .node_operations import NODE_RULES, NodeCall, NodeRule
 from .operands import has_numbers, number_of, numbers_of
-from .operation_trials import handed_for_first, trials_of
+from .operation_trials import with_trials
 from .saved_operands import saved_tensor
 
 _MOST_NODES = 2048
@@ -123,10 +122,8 @@ class _GraphSearch:
 
     def _operands(self, node: Any, rule: NodeRule) -> list[torch.Tensor | None]:
         """What the forward of a node was handed; None for what is not to be had."""
-        edges = _edges_of(node, rule)
-        names = rule.operands if len(rule.operands) == len(edges) else [""] * len(edges)
-        saved = [_saved_in(node, name) for name in names]
-        found = [each if each is not None else self._result(*edge) for each, edge in zip(saved, edges, strict=True)]
+        pairs = [(_saved_in(node, name), edge) for name, edge in _named_edges(node, rule)]
+        found = [saved if saved is not None else self._result(*edge) for saved, edge in pairs]
         return [_as_handed(node, each) for each in found]
 
     def _result(self, node: Any, place: int) -> torch.Tensor | None:
@@ -153,9 +150,7 @@ class _GraphSearch:
         rule = NODE_RULES.get(node.name())
         if rule is None or _whole(node) is not None:
             return
-        edges = _edges_of(node, rule)
-        names = rule.operands if len(rule.operands) == len(edges) else [""] * len(edges)
-        for name, (before, _) in zip(names, edges, strict=True):
+        for name, (before, _) in _named_edges(node, rule):
             if before is not None and _saved_in(node, name) is None:
                 yield before
 
@@ -191,6 +186,13 @@ class _GraphSearch:
 def _edges_of(node: Any, rule: NodeRule) -> list[Edge]:
     edges = list(node.next_functions)
     return edges[: len(rule.operands)] if len(rule.operands) > 1 else edges
+
+
+def _named_edges(node: Any, rule: NodeRule) -> list[tuple[str, Edge]]:
+    """Each operand's name in the node, "" where the node has none for it, and what made the operand."""
+    edges = _edges_of(node, rule)
+    names = rule.operands if len(rule.operands) == len(edges) else [""] * len(edges)
+    return list(zip(names, edges, strict=True))
 
 
 def _saved_in(node: Any, name: str) -> torch.Tensor | None:
@@ -232,13 +234,10 @@ def _cured(tensor: torch.Tensor) -> torch.Tensor:
 
 def _described(call: NodeCall, result: torch.Tensor) -> BadOperation:
     """The operation with its numbers, and its trials: alone, in float64 and as it was."""
-    args, kwargs = call.args, dict(call.kwargs)
-    found = BadOperation(
-        str(call.func), "", "", 0, "", list(_inputs_of(args)), numbers_of(result)[0], pattern_of(result)
-    )
+    inputs, output = list(_inputs_of(call.args)), numbers_of(result)[0]
+    found = BadOperation(str(call.func), "", "", 0, "", inputs, output, pattern_of(result))
     with suppress_own(Exception):  # no memory for a trial: the operation is known all the same
-        handed = handed_for_first(call.func, args, kwargs, result)
-        return replace(found, handed=handed, trials=trials_of(call.func, args, kwargs, result.dtype))
+        return with_trials(found, result, call.func, call.args, dict(call.kwargs))
     return found
 
 

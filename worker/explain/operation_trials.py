@@ -10,9 +10,10 @@ import math
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.utils import _pytree
 
-from ...core.events.alarm_evidence import NOTHING, CauseTrial
+from ...core.events.alarm_evidence import NOTHING, BadOperation, CauseTrial
 from ...core.signal_errors import from_outside
 from ..record.bad_elements import first_of
 from .operands import numbers_of
@@ -30,6 +31,12 @@ def operands_with(args: Any, kwargs: Any, before: dict[int, torch.Tensor]) -> tu
         return before.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     return _pytree.tree_map(as_it_was, args), _pytree.tree_map(as_it_was, kwargs)
+
+
+def with_trials(found: BadOperation, output: torch.Tensor, func: Any, args: Any, kwargs: Any) -> BadOperation:
+    """An operation with what it was handed for its first bad element, and its trials. May raise MemoryError."""
+    handed = handed_for_first(func, args, kwargs, output)
+    return replace(found, handed=handed, trials=trials_of(func, args, kwargs, output.dtype))
 
 
 def trials_of(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> list[CauseTrial]:

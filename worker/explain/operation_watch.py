@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +34,7 @@ from ..record.names import CALL
 from ..record.tensor_stats import is_foreign, local_part
 from .code_place import CallSite, CodePlace, is_of_user, place_of
 from .operands import BATCH_NORM, has_numbers, number_of, numbers_of, operation_name, plain_numbers, written_by
-from .operation_trials import MOST_BYTES, handed_for_first, operands_with, trials_of
+from .operation_trials import MOST_BYTES, operands_with, with_trials
 
 _MOST_KEPT = 1 << 30
 """Bytes of a storage that is copied before the run changes it."""
@@ -288,9 +287,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return found
         with suppress_own(Exception):  # no memory for a trial: the operation is known all the same
             own_args, own_kwargs = operands_with(args, kwargs, handed.copies)
-            first = without_modes(handed_for_first, func, own_args, own_kwargs, tensor)
-            trials = without_modes(trials_of, func, own_args, own_kwargs, tensor.dtype)
-            return replace(found, handed=first, trials=trials)
+            return without_modes(with_trials, found, tensor, func, own_args, own_kwargs)
         return found
 
     def _place(self) -> CodePlace:

@@ -1,4 +1,4 @@
-"""Takes our hooks off the calls of modules while a root runs within which nothing is read (`--every auto`).
+"""Takes our hooks off the calls of modules while a root runs within which nothing is read (`--every`).
 
 One global hook sends each call of a module through the slower part of torch's `_call_impl`, which costs more than the
 hook. So while such a root runs torch's tables lack ours, and a hook on the root itself tells of its end.
