@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.preflight import InventoryFacts, PreflightFinding
+from ...core.text import joined
 from ..facts.facts import RankFacts, RunFacts
 from ..report.sentence_parts import counted, grouped
 
@@ -38,18 +39,16 @@ def _text(known: list[InventoryFacts], good: int) -> str:
         {name for one in known for name in one.versions} - _NOT_SHOWN, key=lambda name: (name != "torch", name)
     )
     versions = [
-        f"{name if name == 'torch' else name.upper()} {' and '.join(sorted({one.versions[name] for one in known}))}"
+        f"{name if name == 'torch' else name.upper()} {joined(sorted({one.versions[name] for one in known}))}"
         for name in shown
         if all(one.versions.get(name) for one in known)
     ]
     drivers = sorted({one.driver for one in known if one.driver}) if on_gpus else []
-    return ", ".join([tested, *names, *versions, *[f"driver {' and '.join(drivers)}"] * bool(drivers)])
+    return ", ".join([tested, *names, *versions, *([f"driver {joined(drivers)}"] if drivers else [])])
 
 
 def _names(hosts: list[str]) -> str:
-    """`n0`, `n0 and n1`, `n0, n1, n2, n3 and 60 more`"""
-    shown = hosts[:_MOST_NAMED]
-    more = len(hosts) - len(shown)
-    if more:
-        return f"{', '.join(shown)} and {more} more, each"
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}, each"
+    """`n0`; `n0 and n1, each`; `n0, n1, n2, n3 and 60 more, each`"""
+    more = len(hosts) - _MOST_NAMED
+    named = joined([*hosts[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+    return named if len(hosts) == 1 else f"{named}, each"
