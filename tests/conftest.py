@@ -26,7 +26,7 @@ import once_more
 import sampling
 
 settings.register_profile(  # no figure of a machine's speed, and the same examples every time; the soak takes new ones
-    "gate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "gate", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gate")

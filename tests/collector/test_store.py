@@ -293,7 +293,6 @@ def test_what_sqlite_cites_of_a_damaged_file_is_on_one_line(whole, tmp_path):
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=150, deadline=None)
 def test_any_damage_is_a_sentence_or_what_is_left(whole, tmp_path_factory, data):
     at = data.draw(st.integers(0, len(whole) - 1))
     new = data.draw(st.binary(min_size=1, max_size=64))

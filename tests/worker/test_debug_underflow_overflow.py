@@ -16,8 +16,6 @@ from gpuwatch import DebugUnderflowOverflow
 from gpuwatch.worker import debug_underflow_overflow as module_under_test
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import T5Config, T5ForConditionalGeneration
-from transformers.debug_utils import DebugUnderflowOverflow as Theirs
 
 NAN, INF = float("nan"), float("inf")
 INDENT = " " * 18
@@ -69,6 +67,8 @@ def tell(capsys: pytest.CaptureFixture[str], scenario: Callable[[Any], None], de
 @pytest.fixture
 def both(capsys):
     """Runs a scenario with their class and with ours."""
+    from transformers.debug_utils import DebugUnderflowOverflow as Theirs  # by the worker that needs it alone
+
     return lambda scenario: (tell(capsys, scenario, Theirs), tell(capsys, scenario, DebugUnderflowOverflow))
 
 
@@ -99,6 +99,8 @@ def numbers_of(theirs: Told) -> list[tuple[str, dict[str, str]]]:
 
 def t5(dtype: torch.dtype = torch.float32) -> Any:
     """Made from a configuration: nothing is fetched."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     torch.manual_seed(7)
     return T5ForConditionalGeneration(config).to(dtype)

@@ -12,9 +12,15 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
 from gpuwatch.worker.session import WorkerSession, current_hooks, make_current
-from transformers import debug_utils
 
 NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+def debug_utils():
+    from transformers import debug_utils  # by the worker that needs it alone
+
+    return debug_utils
 
 
 def says(capsys, function, tensor) -> tuple[bool, str]:
@@ -25,7 +31,7 @@ def says(capsys, function, tensor) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("values", [[1.0], [], [NAN, 1.0], [INF], [-INF, 2.0], [INF, NAN], [-INF, NAN, INF]], ids=str)
-def test_the_lines_are_those_of_transformers(capsys, dtype, values):
+def test_the_lines_are_those_of_transformers(capsys, debug_utils, dtype, values):
     tensor = torch.tensor(values, dtype=dtype, requires_grad=True)
     assert says(capsys, detect_overflow, tensor) == says(capsys, debug_utils.detect_overflow, tensor)
 
@@ -43,7 +49,7 @@ def test_the_lines_are_those_of_transformers(capsys, dtype, values):
     ],
     ids=["int64", "bool", "complex nan", "complex both", "sparse", "float8_e5m2", "jagged"],
 )
-def test_of_other_dtypes_and_layouts_too(capsys, tensor):
+def test_of_other_dtypes_and_layouts_too(capsys, debug_utils, tensor):
     assert says(capsys, detect_overflow, tensor) == says(capsys, debug_utils.detect_overflow, tensor)
 
 
@@ -55,7 +61,7 @@ def test_of_other_dtypes_and_layouts_too(capsys, tensor):
     ],
     ids=["float8_e4m3fn", "meta"],
 )
-def test_where_transformers_function_raises(capsys, tensor, expected):
+def test_where_transformers_function_raises(capsys, debug_utils, tensor, expected):
     with pytest.raises((RuntimeError, NotImplementedError)):
         debug_utils.detect_overflow(tensor, "after layer_norm")
     assert says(capsys, detect_overflow, tensor) == expected

@@ -16,7 +16,7 @@ from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.events.script_events import LeftGroup, ScriptExit
 from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -833,7 +833,6 @@ def messages_of(make, batches):
 
 @pytest.mark.slow
 @given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
-@settings(max_examples=60, deadline=None)
 def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):
     messages = messages_of(make, SCENARIOS[name](make))
     expected = decide(fold(messages))

@@ -14,7 +14,7 @@ from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault
 from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -639,7 +639,6 @@ def test_the_source_is_named(make, name):
 
 @pytest.mark.slow
 @given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
-@settings(max_examples=80, deadline=None)
 def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):
     messages = messages_of(make, SCENARIOS[name](make))
     expected = decide(fold(messages))

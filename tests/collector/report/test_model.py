@@ -337,7 +337,7 @@ def test_no_spool_is_so_short_that_an_overflow_in_it_becomes_clean(make, tmp_pat
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_of_report_json_is_a_sentence_or_a_report(run, data):
     """Through the command, as a user has it."""
     if not run.report_json.exists():

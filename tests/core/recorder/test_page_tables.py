@@ -76,7 +76,6 @@ def shown(frames):
 
 @pytest.mark.slow
 @given(pages())
-@settings(max_examples=60, deadline=None)
 def test_tables_say_what_the_decoded_page_says(message):
     page, tables = decode_page(message, NAMES), PageTables(message)
     assert shown(whole(frame) for frame in tables.decode(NAMES)) == shown(page.frames)

@@ -87,7 +87,6 @@ VALUE = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 
 
 @given(st.lists(st.one_of(FRAME, VALUE), max_size=60))
-@settings(max_examples=60)
 def test_a_page_is_read_as_it_was_written(folder, calls):
     frames, values = [], {}
     with open_pair(folder, segments=8) as (writer, reader):
@@ -443,7 +442,6 @@ class Diary:
 
 
 @given(operations=st.lists(OPERATIONS, max_size=40), segments=st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
 def test_whatever_is_written_each_page_is_the_newest_that_the_ring_has_room_for(folder, operations, segments):
     """Any order of beginning, going on, resting and ending: never a mix, never a gap, never more lost than must be."""
     with open_pair(folder, segments=segments) as (writer, reader):

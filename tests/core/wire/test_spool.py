@@ -8,7 +8,7 @@ from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, NodeBye, PageMessage, PageSegment, encode
 from gpuwatch.core.wire.spool import SUFFIX, SpoolWriter, agent_of, keep_spools, read_spool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 MESSAGES = [AgentMessage(n, EventMessage(NodeSignal(n)), n - 1) for n in range(1, 5)] + [
@@ -141,7 +141,6 @@ def test_a_file_that_cannot_be_read_is_told_in_a_sentence(tmp_path):
 
 
 @given(st.integers(17, 400), st.binary(min_size=1, max_size=40))
-@settings(max_examples=200, deadline=None)
 def test_whatever_is_damaged_the_messages_before_and_behind_it_are_read(whole, tmp_path_factory, at, new):
     path = tmp_path_factory.getbasetemp() / f"damaged{SUFFIX}"
     at = min(at, len(whole) - 1)
@@ -158,7 +157,6 @@ def test_whatever_is_damaged_the_messages_before_and_behind_it_are_read(whole, t
 
 
 @given(st.binary(max_size=2000))
-@settings(max_examples=100, deadline=None)
 def test_any_bytes_behind_the_beginning(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / f"any{SUFFIX}"
     path.write_bytes(b"gpuwatch spool 1\n" + data)

@@ -167,7 +167,7 @@ def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
         max_size=8,
     )
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage(whole, tmp_path_factory, damages):
     data = whole
     for offset, number in damages:

@@ -16,7 +16,7 @@ from gpuwatch.core.wire.messages import (
     decode_agent,
 )
 from gpuwatch.launcher.agent.outbox import MessageOutbox
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -79,7 +79,6 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=40), st.sampled_from([500, 3500, 1 << 20]))
-@settings(max_examples=150)
 def test_whatever_is_lost_every_event_arrives_once_and_in_order(steps, page_bytes):
     link = Link(page_bytes)
     link.outbox.put(HELLO)
@@ -319,7 +318,6 @@ def test_names_go_before_the_pages_that_are_about_them():
         max_size=80,
     )
 )
-@settings(max_examples=150, deadline=None)
 def test_memory_is_bounded_events_are_all_there_and_the_counters_add_up(steps):
     """Whatever is sent, nothing is stored: the collector is stopped, or its disk is full."""
     limit, biggest = 12_000, 3100

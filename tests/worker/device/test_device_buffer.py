@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .native_reads import READS, NativeReads
 from .one_by_one import OneByOne
 
+pytestmark = pytest.mark.quick_here(70)
+
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)

@@ -21,6 +21,8 @@ from gpuwatch.worker.record.tensor_stats import measure
 
 from .one_by_one import OneByOne
 
+pytestmark = pytest.mark.quick_here(3)
+
 CODES = all_of(DeviceStatsBuffer, StreamBuffer, FileCopies, RecorderWriter.value, RecorderWriter.values, TorchReader)
 CODES |= all_of(RecorderWriter.continue_segment, RecorderWriter.resume_page)
 ARRIVES = all_of(FileCopies, stream_buffer._discard)

@@ -286,7 +286,6 @@ def test_runs_hold_every_element(dims):
 
 
 @each_reader
-@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_hypothesis_any_values_any_view(reader, device, data):
     dtype = data.draw(st.sampled_from(list(KINDS)))

@@ -17,7 +17,7 @@ from gpuwatch.tests.fakes.late_device import POISON, HostRead, LateDevice
 from gpuwatch.worker.device.device import device_for, is_on_device, late_device
 from gpuwatch.worker.device.torch_reader import TorchReader, fresh_rows
 from gpuwatch.worker.record.tensor_stats import measure
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .one_by_one import OneByOne
@@ -239,7 +239,6 @@ class Schedule:
 schedules = st.lists(st.sampled_from(STEPS + MORE), max_size=120)
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=schedules, seed=st.integers(0, 1 << 20), longest=st.sampled_from([0, 3, 40]), direct=st.booleans())
 def test_in_the_end_the_file_is_what_the_host_would_have_written(steps, seed, longest, direct):
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +259,6 @@ def test_in_the_end_the_file_is_what_the_host_would_have_written(steps, seed, lo
         schedule.recorder.close()
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=schedules, seed=st.integers(0, 1 << 20))
 def test_what_a_dead_process_leaves_is_right_or_pending(steps, seed):
     with tempfile.TemporaryDirectory() as folder:

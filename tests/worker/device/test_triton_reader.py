@@ -137,7 +137,6 @@ def test_two_tensors_that_are_alike_share_a_launch(kernel, launcher, tensors, pa
         assert len(direct) >= 2 * len(expected)
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_the_key_of_a_read_in_c_is_that_in_python(data):
     launcher = Launcher() if launch_reads.__module__ == NATIVE else pytest.skip("worker/native was not built")

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.quick_here(24)
+
 SOURCE = Path(__file__).read_text().splitlines()
 
 

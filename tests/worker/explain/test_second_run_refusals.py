@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ..conftest import use_late_device
 from ..models import ReturnsDTensor
 
+pytestmark = pytest.mark.quick_here(34)
+
 
 class Fault(nn.Module):
     """Makes inf each time; `act` runs before, with the number of the call."""

@@ -827,7 +827,8 @@ shown["unseen"] = unseal(recorder.fields[HeadField.PASSED_UNSEEN])
     assert [rank["unseen"] for rank in shown] == [0, 0]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @BOTH
 def test_a_host_that_has_waited_for_nccl_knows_of_no_end(both):
     """It makes its stream wait, and goes on. The group is of gloo, and called one of NCCL."""

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from ..models import Block, Multiplies
 from ..models import block_net as net
 
+pytestmark = pytest.mark.quick_here(50)
+
 X = torch.ones(3, 4)
 
 

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ..small_trainings import BATCHES, LARGE, clip, net, remarks, sgd, train
 
+pytestmark = pytest.mark.quick_here(11)
+
 
 def usual(model):
     train(model, torch.optim.AdamW(model.parameters(), weight_decay=0.1))

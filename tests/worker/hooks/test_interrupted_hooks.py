@@ -16,6 +16,8 @@ from torch import nn
 
 from ..models import tanh_net as net
 
+pytestmark = pytest.mark.quick_here(12)
+
 CODES = all_of(RecorderWriter, RowWriter, FrameWriter, BackwardHooks, optimizer_hooks.OptimizerHooks)
 X = torch.ones(3, 4)
 

@@ -8,6 +8,8 @@ import torch
 from gpuwatch.worker.hooks.optimizer_steps import LowPrecisionState
 from torch import nn
 
+pytestmark = pytest.mark.quick_here(18)
+
 
 def half_net(dtype=torch.float16) -> nn.Module:
     torch.manual_seed(0)

@@ -232,7 +232,7 @@ def train(kinds: list[str], seed: int, between: str, steps: int = 3) -> list[tor
     ),
     ignore=st.sampled_from([(), (), ("steps.0*:output",)]),
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_both_ways_write_the_same(tmp_path_factory, kinds, seed, between, watch, ignore):
     folder = tmp_path_factory.mktemp("both")
     found = []

@@ -10,6 +10,8 @@ from torch import nn
 
 from ..small_trainings import BATCHES, LARGE, clip, net, remarks, sgd, train
 
+pytestmark = pytest.mark.quick_here(14)
+
 # -- every gradient is zero ---------------------------------------------------------------------------------------
 
 

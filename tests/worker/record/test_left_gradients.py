@@ -12,6 +12,8 @@ from torch import nn
 
 from ..conftest import use_late_device
 
+pytestmark = pytest.mark.quick_here(12)
+
 
 @pytest.fixture(params=["host", "late"], autouse=True)
 def path(request, monkeypatch):

@@ -13,6 +13,8 @@ from gpuwatch.core.events.looked_again import BadWeight, HeldValue, LookedAgain,
 from gpuwatch.core.events.own_limits import NotLookedInto
 from torch import nn
 
+pytestmark = pytest.mark.quick_here(11)
+
 
 class Rotary(nn.Module):
     """With a buffer that nobody has initialised."""

@@ -17,6 +17,8 @@ from torch import nn
 
 from ..conftest import use_late_device
 
+pytestmark = pytest.mark.quick_here(16)
+
 DRIVERS = {"host": None, "device": 0, "late device": 12, "very late device": 400}
 
 

@@ -11,6 +11,8 @@ from gpuwatch.core.events.across_ranks import HashFlag, ReplicaHashes
 from gpuwatch.core.events.looked_again import HeldValue
 from torch import nn
 
+pytestmark = pytest.mark.quick_here(12)
+
 
 class Rotary(nn.Module):
     def __init__(self):
