@@ -27,6 +27,7 @@ from .explain.second_run import SecondRuns
 from .hooks.backward import BackwardHooks
 from .hooks.backward_calls import BackwardCalls
 from .hooks.call_frames import CallFrames
+from .hooks.compiled_policy import CompiledPolicy
 from .hooks.data_loaders import DataLoaderHooks
 from .hooks.global_hooks import GlobalHooks, RunningCalls, patch_exports
 from .hooks.grad_scaler import GradScalerHooks
@@ -34,7 +35,7 @@ from .hooks.module_calls import ModuleCalls
 from .hooks.native_writer import called_by_native_hooks
 from .hooks.optimizer import OptimizerHooks
 from .hooks.process_groups import CollectivePatches
-from .hooks.skipping import BatchSkipping, CompiledPolicy
+from .hooks.skipping import BatchSkipping
 from .patches import allow_global_hooks
 from .record.bad_elements import KeptSummands
 from .record.frame_writer import FrameWriter
@@ -48,6 +49,7 @@ from .record.progress import RunProgress
 from .record.root_tensors import RootTensors
 from .record.roots import RankRoots
 from .record.rows import RowWriter
+from .record.skipped_rows import SkippedRows
 
 
 class ModuleHooks:
@@ -91,8 +93,9 @@ class ModuleHooks:
             conclude=lambda: self.second_runs.conclude(),
         )
         self.frames = frames = FrameWriter(progress, roots, rows, judging)
-        self._gradients = gradients = BackwardHooks(frames)
-        self._skipping = skipping = BatchSkipping(frames, only)
+        kept = SkippedRows(frames)
+        self._gradients = gradients = BackwardHooks(frames, kept)
+        self._skipping = skipping = BatchSkipping(frames, kept, only)
         policy = CompiledPolicy(running, skipping, frames)
         self._graphs = graphs = CompiledRegions(policy, frames, gradients)
         self._global = global_hooks = GlobalHooks(running, progress)

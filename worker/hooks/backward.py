@@ -23,7 +23,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD, name_in_torch
 from ..compile import attach as traced
-from ..device.device import StreamKey, is_on_device, without_modes
+from ..device.device import StreamKey, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.frame_writer import FrameWriter
@@ -32,7 +32,8 @@ from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..record.tensor_stats import measure, version_of
+from ..record.skipped_rows import SkippedRows
+from ..record.tensor_stats import version_of
 from .accumulated_gradients import (
     AccumulatedGradients,
     GradientFate,
@@ -104,8 +105,8 @@ class _GraphRecord:
 class BackwardHooks:
     """All gradient hooks of a rank."""
 
-    def __init__(self, frames: FrameWriter) -> None:
-        self._frames = frames
+    def __init__(self, frames: FrameWriter, kept: SkippedRows) -> None:
+        self._frames, self._kept = frames, kept
         self._progress = progress = frames.progress
         self._rows, self._judging = frames.rows, frames.judging
         self.losses = LossRows(frames)
@@ -372,26 +373,12 @@ class BackwardHooks:
             self.of_parameter(info, role, parameter)
         elif self._attached and not _is_compiling():
             with self._progress.faults.within("parameter hook"), self._progress.lock:
-                without_modes(self._record_of_skipped, info, role, parameter)
+                without_modes(self._of_skipped, info, role, parameter)
 
-    def _record_of_skipped(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
-        """Write a frame of the gradient, unless it is known to be finite."""
-        gradient, root, rows = gradient_of(parameter), info.root, self._rows
-        if gradient is None:
-            return
-        numbers = None if is_on_device(gradient) else measure(gradient)
-        if numbers is not None and not numbers.meta & 0xFF:
-            return
-        page = root.page
-        if page is None or page.batch != root.batches - 1:  # it returned no tensor of numbers
-            page = self._progress.begin_page(root)
-            rows.begin_page(page.batch)
-        self._progress.resume(page)
-        row = rows.gradient(info, role, gradient, self.mark(page) | RowMark.SKIPPED, numbers)
-        if row.flags or row.pending:
-            self._frames.put(page, info, FramePhase.BACKWARD, [row])
-        rows.flush()
-        self._progress.recorder.pause_page()
+    def _of_skipped(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            self._kept.of_gradient(info, role, gradient, self.mark)
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """Record the local gradient of a parameter."""

@@ -16,8 +16,8 @@ from ..record.names import inputs_of, outputs_of
 from ..record.roots import ModuleInfo
 from ..record.rows import RecordedRow, closed_marked
 from .backward import BackwardHooks
+from .compiled_policy import CompiledPolicy
 from .global_hooks import RunningCalls
-from .skipping import CompiledPolicy
 
 _NAN = int(NonFinite.NAN)
 

@@ -1,0 +1,72 @@
+"""What is still read in a batch that is skipped (`--every`): what its root returns, and one gradient.
+
+A frame is written only where one of these may not be finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.frames import FramePhase, RowMark
+from ...core.recorder.writer import OpenPage
+from ..device.device import is_on_device
+from .frame_writer import FrameWriter
+from .names import outputs_of
+from .roots import ModuleInfo, RootInfo
+from .rows import RecordedRow
+from .tensor_stats import measure
+
+_SKIPPED = int(RowMark.SKIPPED)
+MarkOfPage = Callable[[OpenPage], int]
+"""What is known of the gradients of a page's backward beside their numbers: flags of RowMark."""
+
+
+@dataclass(eq=False, repr=False)
+class SkippedRows:
+    """The rows of one rank. The caller holds the recorder's lock, and is outside of the script's torch modes."""
+
+    _frames: FrameWriter
+
+    def __post_init__(self) -> None:
+        self._progress, self._rows = self._frames.progress, self._frames.rows
+
+    def of_output(self, info: ModuleInfo, output: Any) -> None:
+        """The root has returned `output`: tensors in any containers."""
+        numbers = [
+            (role, leaf)
+            for role, leaf in outputs_of(output)
+            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
+        if numbers:
+            page = self._begin(info.root)
+            self._put(page, info, FramePhase.FORWARD, (self._rows.leaf(info, *each, _SKIPPED) for each in numbers))
+        self._progress.recorder.pause_page()
+
+    def of_gradient(self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: MarkOfPage) -> None:
+        """The backward has made a gradient of a parameter."""
+        numbers = None if is_on_device(gradient) else measure(gradient)
+        if numbers is not None and not numbers.meta & 0xFF:
+            return  # finite: no page is opened
+        root = info.root
+        page = root.page
+        if page is None or page.batch != root.batches - 1:  # it returned no tensor of numbers
+            page = self._begin(root)
+        self._progress.resume(page)
+        row = self._rows.gradient(info, role, gradient, mark(page) | _SKIPPED, numbers)
+        self._put(page, info, FramePhase.BACKWARD, [row])
+        self._rows.flush()
+        self._progress.recorder.pause_page()
+
+    def _begin(self, root: RootInfo) -> OpenPage:
+        page = self._progress.begin_page(root)
+        self._rows.begin_page(page.batch)
+        return page
+
+    def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: Iterable[RecordedRow]) -> None:
+        rows = list(rows)
+        if any(row.flags or row.pending for row in rows):
+            self._frames.put(page, info, phase, rows)
