@@ -22,7 +22,7 @@ from ..core.text import command_for, ranks_text
 from .run_names import RUNS_DIR, complete_runs, find_run_or_last
 
 if TYPE_CHECKING:
-    from ..collector.facts.facts import RunFacts
+    from ..collector.facts.run_facts import RunFacts
     from ..collector.report.model import RunReport
 
 

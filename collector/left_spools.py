@@ -15,8 +15,8 @@ from ..core.errors import GpuwatchError
 from ..core.events.node_events import AttemptNodes
 from ..core.wire.messages import AgentMessage, EventMessage
 from ..core.wire.spool import SUFFIX, agent_of, read_spool
-from .facts.facts import RunFacts
 from .facts.fold import FactFold
+from .facts.run_facts import RunFacts
 from .run_files import RunPaths
 
 

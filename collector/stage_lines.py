@@ -9,8 +9,8 @@ from ..core.wire.messages import AgentBody, AgentHello, EventMessage
 from ..core.wire.pipe import PreflightOver, StageLine
 from .decide.preflight_verdict import finding_line, findings_of, seconds_of, stage_order, worst
 from .ends.missing_nodes import unheard_hosts
-from .facts.facts import RankFacts
 from .facts.fold import FactFold
+from .facts.rank_facts import RankFacts
 from .report.sentence_parts import counted
 
 _MAX_WARNINGS = 8

@@ -1,7 +1,8 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
-of its entries. Each row has a checksum: damaged rows are skipped, and their numbers count as missing (facts/facts.py).
+of its entries. Each row has a checksum: damaged rows are skipped, and their numbers count as missing
+(facts/heard_numbers.py).
 
 A thread writes, so that nothing waits for the disk: `begin` hands over new messages, `written` reports when they are
 durable, and only then are they acknowledged. A full disk costs the run nothing: unwritten messages stay in memory, and

@@ -52,7 +52,7 @@ from .session import current_hooks, is_device_error, wait_for_device
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..collector.facts.facts import RunFacts
+    from ..collector.facts.run_facts import RunFacts
     from ..collector.report.verdict import Verdict
     from .module_hooks import ModuleHooks
 

@@ -20,7 +20,8 @@ from ..decide.preflight_verdict import preflight_report
 from ..ends.ending_verdict import ending_text
 from ..ends.hang_verdict import hang_verdict
 from ..facts.diagnosis import LocalDiagnosis
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import fields_of, scaler_of, waived_of, worst_first
 from ..report import model
 from ..report.model import RunInfo

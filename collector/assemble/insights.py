@@ -14,9 +14,10 @@ from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_MAX
 from ..decide.odd_replicas import odd_tensors
 from ..facts.diagnosis import number_text
-from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
+from ..facts.rank_facts import RankFacts
 from ..facts.replicas import peers_of
+from ..facts.run_facts import RunFacts
 from ..report.run_figures import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
 from .step_remarks import gradients_zeroed, weights_unmoved

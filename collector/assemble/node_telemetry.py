@@ -13,7 +13,7 @@ import numpy
 from msgspec.structs import replace
 
 from ...core.wire.columns import HOST, METRICS
-from ..facts.facts import RunFacts
+from ..facts.run_facts import RunFacts
 from ..report.run_figures import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure
 from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
 from ..report.verdict import Verdict

@@ -11,9 +11,10 @@ from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
-from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
+from ..facts.rank_facts import RankFacts
 from ..facts.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
+from ..facts.run_facts import RunFacts
 from ..report.run_figures import HeatModule, ModuleHistory, ModulesByRanks, RankSeries
 from ..report.verdict import Verdict
 

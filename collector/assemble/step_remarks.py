@@ -16,7 +16,7 @@ from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
 from ...core.frames import module_text
 from ...core.values import DTYPE_MAX
 from ..facts.diagnosis import number_text
-from ..facts.facts import RankFacts
+from ..facts.rank_facts import RankFacts
 from ..report.run_figures import RunInsight
 from ..report.sentence_parts import counted, where_text
 

@@ -16,7 +16,8 @@ from ...core.signal_errors import from_outside
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import NodeFacts, RunFacts
 from ..report.model import TimelineEntry
 from ..report.run_figures import ModuleForecast
 from ..report.sentence_parts import grouped

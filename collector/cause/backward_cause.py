@@ -19,9 +19,9 @@ from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RunFacts
 from ..facts.loss_origin import what_script_got
 from ..facts.replicas import page_of
+from ..facts.run_facts import RunFacts
 from ..report.verdict import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_cause import named

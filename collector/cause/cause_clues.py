@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ...core.events.alarm_evidence import BadOperation, BatchSource, OddSamples, SecondRun
 from ...core.text import joined
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight, WildWeight
+from ..facts.run_facts import RunFacts
 
 _MOST_SHOWN = 8
 

@@ -13,7 +13,7 @@ from ...core.events.read_tensors import ScriptTensor
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
-from ..facts.facts import RankFacts
+from ..facts.rank_facts import RankFacts
 from ..report.verdict import OverflowCause
 from .derivative_rules import derivative_cause, operation_of_node
 from .operation_rules import OPERATION_RULES

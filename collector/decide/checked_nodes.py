@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from ...core.preflight import InventoryFacts, PreflightFinding
 from ...core.text import joined
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import counted, grouped
 
 _MOST_NAMED = 4

@@ -14,7 +14,8 @@ from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import step_for_compiled, warning_text, whose, worst_first
 from ..report.sentence_parts import counted, grouped, ranks_text
 from ..report.verdict import Verdict

@@ -20,7 +20,8 @@ from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.killed_together import killed_together_verdict
 from ..ends.missing_nodes import unheard_nodes
 from ..ends.preempted_ranks import preemption_verdict
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import NodeFacts, RunFacts
 from ..report.verdict import Verdict
 from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .overflow_verdict import overflow_verdict

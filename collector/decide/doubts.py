@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...core.events.own_limits import OwnFault
-from ..facts.facts import RankFacts
+from ..facts.rank_facts import RankFacts
 from ..report.sentence_parts import counted
 
 

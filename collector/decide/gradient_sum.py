@@ -23,9 +23,9 @@ from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
 from ..cause.script_cause import cause_between
 from ..facts.diagnosis import LocalDiagnosis, number_text, rows_in
-from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, peers
+from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, whose
 from ..report.sentence_parts import one_on, ranks_text
 from ..report.verdict import Verdict

@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 
 from ...core.events.across_ranks import HashFlag
-from ..facts.facts import RankFacts
+from ..facts.rank_facts import RankFacts
 
 _ODD_SHARE = 8
 """At most one rank of this many is odd, and always one."""

@@ -14,8 +14,8 @@ from ...core.roles import RoleKind, is_param_group, parse_role
 from ...core.text import joined
 from ..cause.data_cause import LOOK_AT_LOADER
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
+from ..facts.run_facts import RunFacts
 from ..report.verdict import OverflowCause
 from .overflow_words import is_of_no_module
 

@@ -8,7 +8,8 @@ from ...core.frames import FramePhase
 from ...core.judge import PageSoFar
 from ...core.roles import GRADIENTS, RoleKind, parse_role
 from ...core.verdicts import Certainty
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..report.verdict import Verdict
 
 _BATCHES_BEFORE = 1

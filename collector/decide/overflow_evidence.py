@@ -12,9 +12,9 @@ from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
 from ..ends.missing_nodes import unheard_nodes
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
+from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import counted, ranks_text
 from .batch_words import source_line
 from .diagnosis_order import DiagnosisOrder, reason

@@ -20,8 +20,9 @@ from ..cause.cause import cause_of
 from ..cause.cause_clues import CauseClues
 from ..cause.training_cause import of_growth
 from ..facts.diagnosis import LocalDiagnosis
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
 from ..facts.replicas import OddWeight, odd_weight, page_of, run_the_same_model
+from ..facts.run_facts import RunFacts
 from ..facts.words import between_text, cascade_of, step_for_compiled, whose
 from ..report.sentence_parts import one_on, ranks_text
 from ..report.verdict import ConcurrentOrigin, Verdict

@@ -15,8 +15,8 @@ from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, quoted
-from ..facts.facts import RunFacts
 from ..facts.replicas import OddWeight
+from ..facts.run_facts import RunFacts
 from ..facts.words import between_text
 from ..report.sentence_parts import one_on, ranks_text
 from ..report.verdict import Verdict

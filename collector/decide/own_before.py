@@ -21,7 +21,8 @@ from ...core.events.across_ranks import MOST_PASSED, MOST_PASSED_ALIKE, PassedTe
 from ...core.events.alarms import Anomaly, IssuedMoment, NotedCollective
 from ...core.recorder.group_table import members_of
 from ..facts.diagnosis import LocalDiagnosis
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import counted, ranks_text
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")

@@ -20,9 +20,10 @@ from ...core.roles import RoleKind, parse_role
 from ...core.values import DTYPE_MAX
 from ..facts.calls import begun
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
+from ..facts.rank_facts import RankFacts
 from ..facts.replicas import page_of, run_the_same_model
+from ..facts.run_facts import RunFacts
 from .own_before import REDUCTIONS, own_between, ranks_of, way_text
 
 _MOST_HOPS = 64

@@ -9,7 +9,8 @@ from ...core.errors import Code, coded
 from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..report.preflight_table import (
     GRADES,
     BandwidthSize,

@@ -11,7 +11,8 @@ from ...core.errors import Code
 from ...core.frames import module_text
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import doing
 from ..report.sentence_parts import counted, grouped
 

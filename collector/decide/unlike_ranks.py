@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ...core.frames import Frame, FramePhase, RowKind, module_text
 from ...core.roles import RoleKind
 from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import RunFacts
 from ..facts.replicas import page_of, peers, run_the_same_model
+from ..facts.run_facts import RunFacts
 
 _LARGER = 10.0
 """Ranks have data of their own: a smaller factor is ordinary."""

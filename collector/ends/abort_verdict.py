@@ -13,7 +13,8 @@ from msgspec import structs
 
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import doing, first_line
 from ..report.sentence_parts import grouped
 from ..report.verdict import Verdict

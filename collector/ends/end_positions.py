@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ...core.events.agent_events import RankLook
 from ...core.events.rank_standing import StackLine
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from .hang_finding import find_hang
 from .hang_model import HangFinding, position_of, standing_at
 

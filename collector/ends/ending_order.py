@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ...core.events.run_position import RunPosition
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import first_line
 from .end_positions import aborted_in_a_wait
 

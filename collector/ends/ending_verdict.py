@@ -9,7 +9,8 @@ from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
 from ..cause.script_cause import cause_of_crash
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing, error_line, first_line, progress_of, when_of, whose
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, one_on, ranks_text

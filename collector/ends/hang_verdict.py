@@ -12,7 +12,8 @@ from msgspec import structs
 from ...core.events.agent_events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose
 from ..report.verdict import ConcurrentOrigin, Verdict
 from .end_positions import STILL_S, last_look

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from ...core.recorder.heard_signals import HEARD
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text

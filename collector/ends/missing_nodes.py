@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...core.text import joined
 from ...core.wire.messages import AgentHello
 from ...core.wire.spool import SUFFIX
-from ..facts.facts import RunFacts
+from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import grouped
 
 _LOOK_FOR_THEM = (

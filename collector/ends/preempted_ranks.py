@@ -14,7 +14,8 @@ from ...core.events.rank_standing import HeardSignal
 from ...core.events.script_events import ScriptError
 from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, whose
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text

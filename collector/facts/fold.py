@@ -27,9 +27,11 @@ from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire import messages
 from ...core.wire.beat import NodeBeat, RankState
 from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, node_of
-from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
+from .heard_numbers import HeardNumbers
 from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
+from .rank_facts import RankFacts
+from .run_facts import NodeFacts, RunFacts
 
 # A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
 #

@@ -11,8 +11,9 @@ from ...core.frames import LOSS_MODULE, FramePhase, module_text
 from ...core.wire.columns import NO_NUMBER
 from ..report.run_figures import HeatModule
 from .diagnosis import LocalDiagnosis
-from .facts import RankFacts, RunFacts
 from .kept_pages import OpenHistory
+from .rank_facts import RankFacts
+from .run_facts import RunFacts
 
 _MOST_RANKS = 8
 """Ranks whose histories are opened."""

@@ -18,8 +18,9 @@ from ...core.frames import Frame, FramePhase, Row, RowKind, module_text
 from ...core.identity import is_rank
 from .calls import FrameCalls, begun
 from .diagnosis import LocalDiagnosis, number_text
-from .facts import RankFacts, RunFacts
 from .kept_pages import KeptPage
+from .rank_facts import RankFacts
+from .run_facts import RunFacts
 
 # The same point of a training on two ranks: which page of another rank may be compared with a page. Pure.
 #

@@ -14,7 +14,8 @@ from ..report.rank_states import signal_name
 from ..report.sentence_parts import badness, coarse_share_text
 from ..report.verdict import CascadedRank
 from .diagnosis import number_text
-from .facts import RankFacts, RunFacts
+from .rank_facts import RankFacts
+from .run_facts import RunFacts
 
 _COMPILED = (
     "To have a module inside the compiled code named, let torch.compile capture the whole model in one graph "

@@ -20,8 +20,9 @@ from ...core.frames import Frame, FramePhase, Row, RowKind, format_number, modul
 from ...core.recorder.page_tables import whole
 from ...core.text import numbers_text, shown_name
 from ..decide.decide import decide
-from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import TextConsole
 
 What = Literal["numbers", "non-finite", "shape", "dtype", "only in A", "only in B"]

@@ -17,7 +17,8 @@ from ...core.recorder.page_tables import whole
 from ...core.values import NonFinite, RowStatistics
 from ...core.wire.columns import NO_NUMBER
 from ..decide.decide import decide
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import RunFacts
 
 TABLES = ("verdict", "frames", "history")
 

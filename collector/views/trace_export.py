@@ -23,7 +23,8 @@ from ...core.wire.columns import METRICS, unpack_starts, unpack_steps
 from ..assemble.build import look_stack
 from ..assemble.timeline import EventTime, event_of, offset_ns, series_of_all
 from ..decide.decide import decide
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ..facts.rank_facts import RankFacts
+from ..facts.run_facts import NodeFacts, RunFacts
 from ..report.verdict import Verdict
 
 _NODE = 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.facts.facts import RunFacts
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.run_facts import RunFacts
 from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.log_entries import WorkerEvent

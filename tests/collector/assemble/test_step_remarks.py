@@ -6,7 +6,7 @@ import struct
 
 import pytest
 from gpuwatch.collector.assemble.step_remarks import gradients_zeroed, weights_unmoved
-from gpuwatch.collector.facts.facts import RankFacts
+from gpuwatch.collector.facts.rank_facts import RankFacts
 from gpuwatch.core.events.across_ranks import ReplicaHashes
 from gpuwatch.core.events.agent_events import UnmovedWeights, ZeroedGradients
 from gpuwatch.core.events.own_limits import LooseParameters

@@ -8,7 +8,8 @@ import struct
 import pytest
 from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.decide.odd_replicas import odd_tensors
-from gpuwatch.collector.facts.facts import RankFacts, RunFacts
+from gpuwatch.collector.facts.rank_facts import RankFacts
+from gpuwatch.collector.facts.run_facts import RunFacts
 from gpuwatch.core.events.across_ranks import HashFlag, ReplicaHashes
 from gpuwatch.core.events.run_position import RunPosition
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.facts.facts import HeardNumbers
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.heard_numbers import HeardNumbers
 from gpuwatch.core.wire.messages import NameDefinitions, PageMessage
 from hypothesis import given
 from hypothesis import strategies as st
