@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from gpuwatch.worker.device.device import StreamKey
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
@@ -62,13 +61,21 @@ def _poison(memory: torch.Tensor) -> None:
 
 
 class _FreedTensor:
-    """Whether the memory of a tensor was freed. Does not keep it alive."""
+    """Whether the memory of a tensor was freed. Does not keep it alive.
+
+    Its weak reference is given back by `forget`. torch's StorageWeakRef does that in a `__del__`: what a signal's
+    handler raises there is lost.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no annotation there
+        self._held: int = tensor.untyped_storage()._weak_ref()
 
     def __bool__(self) -> bool:
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]  # likewise
+        return bool(torch.UntypedStorage._expired(self._held))
+
+    def forget(self) -> None:
+        """Not asked again."""
+        torch.UntypedStorage._free_weak_ref(self._held)
 
 
 class LateEvent:
@@ -93,6 +100,7 @@ class _LateCopy:
             _poison(self.target)
         else:
             ctypes.memmove(self.target.data_ptr(), self._address, self.target.nbytes)
+        self._freed.forget()
 
 
 class LateDevice:
@@ -182,7 +190,10 @@ class LateDevice:
         if not isinstance(source, DeviceMemory):
             raise TypeError("expected a tensor of the device as the source")
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
-        self._pinned = [entry for entry in self._pinned if not entry[0]]
+        gone = [entry for entry in self._pinned if entry[0]]
+        self._pinned = [entry for entry in self._pinned if entry not in gone]
+        for freed, *_ in gone:
+            freed.forget()
         within = [(first, last) for _, first, last in self._pinned] + ([self._direct] if self._direct else [])
         if not any(first <= begin and end <= last for first, last in within):
             raise RuntimeError("a copy into memory that is not registered would wait for the device")
