@@ -21,6 +21,7 @@ from .hang_model import begun_in, standing_at
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .preempted_ranks import departure_of, saving_text
+from .teardown_verdict import teardown_verdict
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -53,7 +54,8 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         lost = lost_node_verdict(facts)
         if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
-        return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
+        victims = endings.by_themselves
+        return lost or _left_early(facts, victims) or teardown_verdict(facts, victims) or _unknown_peer(facts, victims)
     if endings.first.was_killed and endings.first.error is None:
         return _lost(facts, endings.first, endings)
     return _crash(facts, endings.first, endings)
@@ -88,7 +90,9 @@ def how_it_ended(rank: RankFacts) -> str:
         return f"was killed by {signal_name(-(rank.code or 0))} {doing(rank.exit)}"
     if rank.exit is not None and rank.left_silently:
         return f"exited with code 0 {doing(rank.exit)}"
-    return f"ended with exit code {rank.script_exit.code if rank.script_exit is not None else rank.code}"
+    script = rank.script_exit
+    said = first_line(script.message).rstrip(". ") if script is not None else ""
+    return f"ended with exit code {script.code if script is not None else rank.code}{f': {said}' if said else ''}"
 
 
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
@@ -301,6 +305,8 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
         hint = "Look at what this rank printed last in the job's output, and for sys.exit or os._exit in the script."
+        if first.script_exit is not None and first.script_exit.message:
+            hint = "Its script called sys.exit with that text: look for it there."
     cause = cause_of_crash(first)
     return Verdict(
         VerdictKind.CRASH,

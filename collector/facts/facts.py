@@ -37,7 +37,7 @@ from ...core.events.preflight_events import (
     PreflightStage,
     RankInventoryEvent,
 )
-from ...core.events.script_events import LeftGroup, MeshCoordinates, ScriptError, ScriptExit
+from ...core.events.script_events import GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from ...core.identity import is_rank
 from ...core.wire.beat import RankState
 from ...core.wire.messages import AgentHello, NodeBye, TelemetryMessage, node_of
@@ -107,6 +107,7 @@ class RankFacts:
     script_exit: ScriptExit | None = None
     left_group: LeftGroup | None = None
     """The last time that it did."""
+    teardown: GroupTeardown | None = None
     meshes: list[MeshCoordinates] = field(default_factory=list)
     exit: WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)

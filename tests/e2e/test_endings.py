@@ -90,6 +90,29 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
     assert "HTTPSConnectionPool: Read timed out." in verdict["statement"]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="a teardown")
+@pytest.mark.parametrize(
+    ("how", "certainty", "said"),
+    [
+        ("exits", "established", "ended with exit code 1: loss is nan."),
+        ("exits in try", "supported", "took its process group down while it handled SystemExit: loss is nan, and rank"),
+        (
+            "raises in try",
+            "supported",
+            "while it handled OSError: HTTPSConnectionPool: Read timed out, and rank 0 lost",
+        ),
+    ],
+)
+def test_what_a_rank_said_before_a_teardown_that_is_cut_short_is_told(bench, how, certainty, said):
+    run = bench.launch("teardown.py", *PLAIN, args=(how,))
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (1, "crash", 1, certainty)
+    assert said in verdict["statement"]
+    assert [entry["rank"] for entry in verdict["cascade"]] == [0]
+
+
 @pytest.mark.parametrize(
     ("how", "nproc", "operation"),
     [
