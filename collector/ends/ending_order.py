@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ...core.events.run_position import RunPosition
-from ...core.events.script_events import ScriptExit
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import first_line
 from .end_positions import aborted_in_a_wait
@@ -221,11 +220,5 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
         # its launcher may kill a process in its teardown, after its script has ended by itself
-        return rank.own_code is not None or (rank.code or 0) >= 0 or not _left_for_its_launcher(rank, rank.script_exit)
+        return rank.own_code is not None or (rank.code or 0) >= 0 or rank.exited_badly
     return bool(rank.own_code)
-
-
-def _left_for_its_launcher(rank: RankFacts, script: ScriptExit) -> bool:
-    """Whether a script called sys.exit in a signal's handler, or after a signal of its launcher's had reached one."""
-    heard = rank.exit.heard if rank.exit is not None else []
-    return script.handler != 0 or any(0 < each.parent_ns <= script.where.time_ns for each in heard)

@@ -25,7 +25,6 @@ from .kernel_kills import memory_text
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .preempted_ranks import departure_of, saving_text
-from .teardown_verdict import teardown_verdict
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -60,8 +59,7 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         lost = lost_node_verdict(facts)
         if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
-        victims = endings.by_themselves
-        return lost or _left_early(facts, victims) or teardown_verdict(facts, victims) or _unknown_peer(facts, victims)
+        return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
     if endings.first.was_killed and endings.first.error is None:
         return _lost(facts, endings.first, endings)
     return _crash(facts, endings.first, endings)

@@ -21,6 +21,7 @@ from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
+from .teardown_verdict import handled_lines
 
 _T = TypeVar("_T")
 
@@ -93,7 +94,7 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
         return not rank.error.peer_failure
     if waited and (rank.hid_a_peer_failure or rank.was_aborted):
         return False
-    return bool(rank.own_code)
+    return bool(rank.own_code) or rank.exited_badly
 
 
 def verdict_of(
@@ -121,7 +122,7 @@ def verdict_of(
         attempt=ranks[0].attempt,
         step=_common(at.where.step for at in stood),
         batch=batch if batch is not None and batch >= 0 else None,
-        evidence=found.evidence,
+        evidence=[*found.evidence, *handled_lines(rank for rank in ranks if rank.rank in found.ranks)],
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
         cascade=cascade_of(facts, ranks[0].attempt, {*found.ranks, *found.instead}),
@@ -229,6 +230,8 @@ def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
     if exit_ is None or exit_.code is None or (error is not None and not error.peer_failure):
         return None
     failed = error is not None or rank.hid_a_peer_failure
+    if rank.exited_badly and not failed:
+        return None
     placed = standing_at(exit_.groups, failed=failed) is not None
     if not failed and exit_.by == "itself":
         if exit_.code == 0 or rank.was_aborted_at_exit:

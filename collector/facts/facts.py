@@ -257,6 +257,14 @@ class RankFacts:
         return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
 
     @property
+    def exited_badly(self) -> bool:
+        """Whether its script called sys.exit with an error code, and no signal of its launcher's had told it to."""
+        script, heard = self.script_exit, self.exit.heard if self.exit is not None else []
+        if script is None or script.code == 0 or script.handler:
+            return False
+        return not any(0 < each.parent_ns <= script.where.time_ns for each in heard)
+
+    @property
     def hid_a_peer_failure(self) -> bool:
         """Whether it left with an exit code of its own after a collective had raised in it, and its script caught
         that."""

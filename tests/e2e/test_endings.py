@@ -96,7 +96,7 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
         (
             "raises in try",
             "supported",
-            "while it handled OSError: HTTPSConnectionPool: Read timed out, and rank 0 lost",
+            "while it handled OSError: HTTPSConnectionPool: Read timed out, and rank 0 could not",
         ),
     ],
 )

@@ -202,7 +202,8 @@ def test_who_took_its_group_down_while_it_handled_an_exception_is_what_the_other
     verdict = judged(LOST_ITS_PEER, left, End(code=-15, by="torchrun"))
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "supported")
     assert verdict.statement == (
-        "Rank 1 on h0 took its process group down while it handled OSError: boom, and rank 0 lost the connection to it."
+        "Rank 1 on h0 took its process group down while it handled OSError: boom, "
+        "and rank 0 could not go on without it."
     )
     both = judged(LOST_ITS_PEER, left, left)
     assert both.statement.startswith("Rank 1 (and rank 2) on h0 took its process group down")
