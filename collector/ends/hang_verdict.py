@@ -15,7 +15,7 @@ from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose
 from ..report.verdict import ConcurrentOrigin, Verdict
-from .end_positions import STILL_S, last_look
+from .end_positions import STILL_S, last_look, outlasted_its_group
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
@@ -92,7 +92,7 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     """
     if rank.error is not None:
         return not rank.error.peer_failure
-    if waited and (rank.hid_a_peer_failure or rank.was_aborted):
+    if waited and (rank.hid_a_peer_failure or rank.was_aborted or outlasted_its_group(rank)):
         return False
     return bool(rank.own_code) or rank.exited_badly
 
