@@ -87,9 +87,7 @@ def outlasted_its_group(rank: RankFacts) -> bool:
     if exit_ is None or not rank.was_killed:
         return False
     waits = ("issuing", "waiting", "issued", "on_device")
-    return any(
-        0 < group.timeout_s <= min(group.since_s, exit_.still_s) for group in exit_.groups if group.phase in waits
-    )
+    return any(0 < group.timeout_s <= group.since_s for group in exit_.groups if group.phase in waits)
 
 
 STILL_S = 10.0

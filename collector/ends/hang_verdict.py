@@ -19,7 +19,7 @@ from .end_positions import STILL_S, last_look, outlasted_its_group
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
-from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
+from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, begun_in, position_of, standing_at
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 from .teardown_verdict import handled_lines
 
@@ -38,12 +38,16 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     number = max((look.number for rank in ranks for look in rank.looks), default=0)
     looks = {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
     went_well = attempt in (None, facts.last_attempt) and all(node.went_well for node in facts.nodes.values())
-    if not looks or went_well or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks):
+    if not looks or went_well:
         return None
     # a rank that was not asked had ended by then
     early = {r.rank: r.exit for r in ranks if r.exit is not None and r.exit.by == "itself" and r.rank not in looks}
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
+        return None
+    absent = [rank for rank in ranks if rank.rank in found.ranks]
+    moved = [rank for rank in ranks if rank.rank in looks and _moved_since(rank, looks[rank.rank])]
+    if any(rank in absent or not _went_on_alone(looks[rank.rank], absent) for rank in moved):
         return None
     silent = ranks_by_host(
         (node.name, [r.rank for r in ranks if r.agent == node.agent]) for node in facts.nodes.values() if node.lost
@@ -77,6 +81,18 @@ def _moved_since(rank: RankFacts, look: RankLook) -> bool:
         return False
     before, where = look.where, rank.exit.where
     return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
+
+
+def _went_on_alone(look: RankLook, absent: list[RankFacts]) -> bool:
+    """Whether a rank that has moved since has not met those that it waited for: they never began that collective.
+
+    NCCL's watchdog aborts the communicator, and a host that waits for its device then goes on for a moment.
+    """
+    place = standing_at(look.groups)
+    if place is None or not absent or any(rank.exit is None for rank in absent):
+        return False
+    begun = [begun_in(rank.exit.groups, place[0]) for rank in absent if rank.exit is not None]
+    return all(number is not None and 0 <= number < place[1] for number in begun)
 
 
 def _rested_s(ranks: list[RankFacts], looks: dict[int, RankLook]) -> float:
