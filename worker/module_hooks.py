@@ -31,6 +31,7 @@ from .hooks.compiled_policy import CompiledPolicy
 from .hooks.data_loaders import DataLoaderHooks
 from .hooks.global_hooks import GlobalHooks, RunningCalls, patch_exports
 from .hooks.grad_scaler import GradScalerHooks
+from .hooks.group_teardown import note_teardowns
 from .hooks.module_calls import ModuleCalls
 from .hooks.native_writer import called_by_native_hooks
 from .hooks.optimizer import OptimizerHooks
@@ -148,6 +149,7 @@ class ModuleHooks:
         self._loaders.attach(self._patches)
         self._collectives.attach()
         self._patches.at_undo(self._collectives.detach)
+        note_teardowns(self._patches, self.progress.note_teardown)
         self._steps.attach(self._patches)
         patch_exports(self._global, self._patches)
         self._trained.attach(self._patches)

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from .answers import answer_with_stacks, have_it_recorded
 from .patches import after_import, replaced
 from .rank_process import Undo, hear_of_ends, note_at, note_when_used, wait_for_use, watch_children
 from .record.collectives import issued, position
+from .record.error_text import MESSAGE_CHARACTERS, TRACEBACK_CHARACTERS, error_texts
 from .signal_notes import note_signals
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 SETTLE_S = 2.0
-_TRACEBACK_CHARACTERS = 16000
 
 _current: WorkerSession | None = None
 """The session of this process, if it is a watched rank."""
@@ -158,20 +157,14 @@ class WorkerSession:
         if not self.is_ours:
             return False
         arrived = self.settle(failed=True)
-        text = "".join(traceback.format_exception(error))
+        message, text = error_texts(error)
         hooks = self.hooks
-        try:
-            message = str(error)
-        except Exception as failure:  # the exception's __str__ raises
-            if from_outside(failure):
-                raise
-            message = ""
         is_kept = self.recorder.append(
             ScriptError(
                 self.where(),
                 type(error).__name__,
-                message[:2000],
-                text[-_TRACEBACK_CHARACTERS:],
+                message[:MESSAGE_CHARACTERS],
+                text[-TRACEBACK_CHARACTERS:],
                 hooks.raised_in(error) if hooks is not None else None,
                 is_from_peer_failure(error),
                 self._tensors_of(error, message) if arrived else [],
@@ -179,7 +172,7 @@ class WorkerSession:
             )
         )
         self.enter(RankPhase.RAISED)
-        return is_kept and len(text) <= _TRACEBACK_CHARACTERS
+        return is_kept and len(text) <= TRACEBACK_CHARACTERS
 
     def raise_kept(self) -> None:
         """The script's code has ended. Raise what its signals' handlers have raised where torch would silence it."""
@@ -192,8 +185,11 @@ class WorkerSession:
             return
         arrived, stop = self.settle(), sys.exc_info()[1]
         tensors = self._tensors_of(stop) if arrived and code and isinstance(stop, SystemExit) else []
-        handler = handler_in(stop) if isinstance(stop, SystemExit) else 0
-        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1)), tensors, handler))
+        handler, message = 0, ""
+        if isinstance(stop, SystemExit):
+            handler, message = handler_in(stop), stop.code[:MESSAGE_CHARACTERS] if isinstance(stop.code, str) else ""
+        code = max(-(1 << 31), min(int(code), (1 << 31) - 1))
+        self.recorder.append(ScriptExit(self.where(), code, tensors, handler, message))
         self.enter(RankPhase.FINISHED)
 
     def _tensors_of(self, error: BaseException, message: str | None = None) -> list[ScriptTensor]:

@@ -20,6 +20,7 @@ from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.killed_together import killed_together_verdict
 from ..ends.missing_nodes import unheard_nodes
 from ..ends.preempted_ranks import preemption_verdict
+from ..ends.teardown_verdict import teardown_verdict
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import NodeFacts, RunFacts
 from ..report.verdict import Verdict
@@ -38,6 +39,7 @@ def decide(facts: RunFacts) -> Verdict:
         hang_verdict,
         preemption_verdict,
         killed_together_verdict,
+        teardown_verdict,
         ended_verdict,
         abort_verdict,
         missed_init_verdict,

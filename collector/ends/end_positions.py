@@ -78,6 +78,19 @@ def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
     return found
 
 
+def outlasted_its_group(rank: RankFacts) -> bool:
+    """Whether a signal ended a rank that had waited in a group for longer than that lets it wait.
+
+    NCCL's watchdog then aborts the communicator and the process. What that does to threads of the library may come
+    first: the signal is SIGABRT or another one, and says nothing of why the others did not come.
+    """
+    exit_ = rank.exit
+    if exit_ is None or not rank.was_killed:
+        return False
+    waits = ("issuing", "waiting", "issued", "on_device")
+    return any(0 < group.timeout_s <= group.since_s for group in exit_.groups if group.phase in waits)
+
+
 STILL_S = 10.0
 """A job whose waiting ranks have rested for less when a signal came may have gone on."""
 

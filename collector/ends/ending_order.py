@@ -60,6 +60,7 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
     ended = sorted(
         (_RankExit(facts, rank, waited) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number)
     )
+    ended = [one for one in ended if not one.was_cut_short or _is_surely_first(one, ended)]
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
     own = [one for one in own if not one.was_stopped or not any(_stopped_for(one, other) for other in ended)]
@@ -96,6 +97,8 @@ class _RankExit:
         self.rank, self.number, self.host = rank, rank.rank, facts.host(rank)
         self.lost_a_peer = error.peer_failure if error is not None else rank.hid_a_peer_failure or rank.rank in waited
         self.was_stopped = exit_ is not None and exit_.by == "torchrun"
+        self.was_cut_short = self.was_stopped and error is None and (rank.code or 0) < 0
+        """Its launcher killed it after its script had ended: in its teardown, or as it left too slowly."""
         self.is_weak = rank.was_aborted_at_exit or self.was_stopped
         """It may have ended badly because its launcher stopped it, or because its peers were gone."""
         own: RunPosition | None = error.where if error is not None else script.where if script is not None else None
@@ -143,6 +146,12 @@ def _stopped_for(one: _RankExit, other: _RankExit) -> bool:
     return gap_ns >= _TOGETHER_NS if gap_ns is not None else _fewer(other, one)
 
 
+def _is_surely_first(one: _RankExit, ended: list[_RankExit]) -> bool:
+    """Whether one whose teardown was cut short had ended before all that were not: a launcher stops it for these."""
+    others = (other for other in ended if not other.was_cut_short)
+    return all(gap >= 0 if (gap := _gap_ns(one, other)) is not None else _fewer(one, other) for other in others)
+
+
 def _fewer(one: _RankExit, other: _RankExit) -> bool:
     """Whether it had certainly issued fewer collectives, on groups that both are in."""
     if one.clock.keys() & other.clock.keys():
@@ -166,6 +175,15 @@ def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
     has_messages = error is not None and bool(error.where.sent or error.where.received)
     groups = one.begun.keys() | other.begun.keys() | {(group, "") for group in other.clock if not other.begun}
     return len(groups) <= 1 and not has_messages and 0 <= one.seq < other.seq
+
+
+def took_down_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
+    """Whether a rank took its process group down before another one lost a peer, with fewer collectives on it."""
+    teardown, error = rank.teardown, victim.error
+    if teardown is None or error is None:
+        return False
+    is_later = facts.host(rank) == facts.host(victim) and error.where.time_ns < teardown.where.time_ns
+    return not is_later and _is_less(teardown.where.clock, error.where.clock)
 
 
 def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
@@ -202,5 +220,6 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
     if rank.was_killed or rank.left_silently:
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
-        return rank.own_code is not None or (rank.code or 0) >= 0  # else its launcher has killed it
+        # its launcher may kill a process in its teardown, after its script has ended by itself
+        return rank.own_code is not None or (rank.code or 0) >= 0 or rank.exited_badly
     return bool(rank.own_code)

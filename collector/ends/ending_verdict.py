@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from ...core.events.agent_events import WorkerExit
 from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.recorder.stalls import is_users
+from ...core.text import size_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..cause.script_cause import cause_of_crash
 from ..facts.rank_facts import RankFacts
@@ -19,6 +22,7 @@ from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
+from .kernel_kills import memory_text
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .preempted_ranks import departure_of, saving_text
@@ -38,6 +42,8 @@ _PORT_TAKEN = (
     "The port is in use, by an earlier run that is still ending or by another job: ss -ltnp shows which. Choose "
     "another one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
 )
+_MORE_MEMORY = "Give the job more memory on {}, or let it use less: batch size, data loader workers."
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*\) (?:is killed by signal: Killed|exited unexpectedly)")
 _MOST_CALLS = 6
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
@@ -89,7 +95,9 @@ def how_it_ended(rank: RankFacts) -> str:
         return f"was killed by {signal_name(-(rank.code or 0))} {doing(rank.exit)}"
     if rank.exit is not None and rank.left_silently:
         return f"exited with code 0 {doing(rank.exit)}"
-    return f"ended with exit code {rank.script_exit.code if rank.script_exit is not None else rank.code}"
+    script = rank.script_exit
+    said = first_line(script.message).rstrip(". ") if script is not None else ""
+    return f"ended with exit code {script.code if script is not None else rank.code}{f': {said}' if said else ''}"
 
 
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
@@ -224,9 +232,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     name, host, place = signal_name(-exit_.code), facts.host(first), doing(exit_)
     hint, short = _FATAL_TEXT.get(name, ""), ""
     if exit_.memory_kills:
-        many = exit_.memory_kills
-        short = f": the kernel killed {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
-        hint = f"Give the job more memory on {host}, or let it use less: batch size, data loader workers."
+        short, hint = f": {memory_text(exit_)}", _MORE_MEMORY.format(host)
     elif name == "SIGKILL":
         hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
     elif first.was_aborted_at_exit:
@@ -246,6 +252,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence=[
             f"{facts.starter} saw {rank_name(first.rank)} (pid {pid}) end with signal {-exit_.code}; "
             f"its recorder says: {place}",
+            *([f"{rank_name(first.rank)} had up to {size_text(exit_.resident)} in memory"] if exit_.resident else []),
             *_fatal_lines(exit_),
             *_later_lines(endings),
         ],
@@ -292,6 +299,9 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         where = error.where
         hint = "The script itself failed: its traceback is above, and in the job's output."
         hint = next(iter(known_steps(error.message)), hint)
+        if seen is not None and seen.memory_kills and _LOST_WORKER.search(error.message):
+            evidence.insert(0, memory_text(seen))
+            hint = _MORE_MEMORY.format(facts.host(first))
     elif seen is not None and first.left_silently:
         statement = f"{who} exited with code 0 {doing(seen)}, before its script had ended."
         evidence = [f"its process ended by itself, and its recorder says: {doing(seen)}"]
@@ -302,6 +312,8 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
         hint = "Look at what this rank printed last in the job's output, and for sys.exit or os._exit in the script."
+        if first.script_exit is not None and first.script_exit.message:
+            hint = "Its script called sys.exit with that text: look for it there."
     cause = cause_of_crash(first)
     return Verdict(
         VerdictKind.CRASH,

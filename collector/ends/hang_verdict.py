@@ -16,12 +16,13 @@ from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose
 from ..report.verdict import ConcurrentOrigin, Verdict
-from .end_positions import STILL_S, last_look
+from .end_positions import STILL_S, last_look, outlasted_its_group
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
-from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of, standing_at
+from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, begun_in, position_of, standing_at
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
+from .teardown_verdict import handled_lines
 
 _T = TypeVar("_T")
 
@@ -38,12 +39,16 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     number = max((look.number for rank in ranks for look in rank.looks), default=0)
     looks = {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
     went_well = attempt in (None, facts.last_attempt) and all(node.went_well for node in facts.nodes.values())
-    if not looks or went_well or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks):
+    if not looks or went_well:
         return None
     # a rank that was not asked had ended by then
     early = {r.rank: r.exit for r in ranks if r.exit is not None and r.exit.by == "itself" and r.rank not in looks}
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
+        return None
+    absent = [rank for rank in ranks if rank.rank in found.ranks]
+    moved = [rank for rank in ranks if rank.rank in looks and _moved_since(rank, looks[rank.rank])]
+    if any(rank in absent or not _went_on_alone(looks[rank.rank], absent) for rank in moved):
         return None
     silent = ranks_by_host(
         (node.name, [r.rank for r in ranks if r.agent == node.agent]) for node in facts.nodes.values() if node.lost
@@ -79,6 +84,18 @@ def _moved_since(rank: RankFacts, look: RankLook) -> bool:
     return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
 
 
+def _went_on_alone(look: RankLook, absent: list[RankFacts]) -> bool:
+    """Whether a rank that has moved since has not met those that it waited for: they never began that collective.
+
+    NCCL's watchdog aborts the communicator, and a host that waits for its device then goes on for a moment.
+    """
+    place = standing_at(look.groups)
+    if place is None or not absent or any(rank.exit is None for rank in absent):
+        return False
+    begun = [begun_in(rank.exit.groups, place[0]) for rank in absent if rank.exit is not None]
+    return all(number is not None and 0 <= number < place[1] for number in begun)
+
+
 def _rested_s(ranks: list[RankFacts], looks: dict[int, RankLook]) -> float:
     """For how long each of the ranks that were asked had rested at least when it was asked, or at its end."""
     ends = {rank.rank: rank.exit.still_s for rank in ranks if rank.exit is not None}
@@ -92,9 +109,9 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     """
     if rank.error is not None:
         return not rank.error.peer_failure
-    if waited and (rank.hid_a_peer_failure or rank.was_aborted):
+    if waited and (rank.hid_a_peer_failure or rank.was_aborted or outlasted_its_group(rank)):
         return False
-    return bool(rank.own_code)
+    return bool(rank.own_code) or rank.exited_badly
 
 
 def verdict_of(
@@ -122,7 +139,7 @@ def verdict_of(
         attempt=ranks[0].attempt,
         step=_common(at.where.step for at in stood),
         batch=batch if batch is not None and batch >= 0 else None,
-        evidence=found.evidence,
+        evidence=[*found.evidence, *handled_lines(rank for rank in ranks if rank.rank in found.ranks)],
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
         cascade=cascade_of(facts, ranks[0].attempt, {*found.ranks, *found.instead}),
@@ -230,6 +247,8 @@ def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
     if exit_ is None or exit_.code is None or (error is not None and not error.peer_failure):
         return None
     failed = error is not None or rank.hid_a_peer_failure
+    if rank.exited_badly and not failed:
+        return None
     placed = standing_at(exit_.groups, failed=failed) is not None
     if not failed and exit_.by == "itself":
         if exit_.code == 0 or rank.was_aborted_at_exit:

@@ -41,7 +41,8 @@ from .run_facts import NodeFacts, RunFacts
 
 _NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
 _SEVERAL_LINES = frozenset({"traceback", "message"})
-"""Fields of an exception that are shown line by line."""
+_EXCEPTIONS = frozenset({"ScriptError", "ScriptExit", "GroupTeardown"})
+"""Fields of an exception that are shown line by line, and the events that have them."""
 
 _PLAIN = frozenset({int, float, bool, bytes, type(None)})
 
@@ -77,7 +78,7 @@ def _safe(value: Any, field: str, owner: str) -> Any:
 
 
 def _text(text: str, field: str, owner: str) -> str:
-    if field in _SEVERAL_LINES and owner == "ScriptError":
+    if field in _SEVERAL_LINES and owner in _EXCEPTIONS:
         return text if text.isprintable() else shown_lines(text)
     cls, ordinal = split_label(text)
     if field == "root" and RootDef(0, cls, ordinal).label == text:

@@ -35,7 +35,7 @@ from ...core.events.preflight_events import (
     PreflightStage,
     RankInventoryEvent,
 )
-from ...core.events.script_events import LeftGroup, MeshCoordinates, ScriptError, ScriptExit
+from ...core.events.script_events import GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from ...core.wire.beat import RankState
 from .diagnosis import LocalDiagnosis
 from .kept_pages import KeptHistory
@@ -66,6 +66,7 @@ class RankFacts:
     script_exit: ScriptExit | None = None
     left_group: LeftGroup | None = None
     """The last time that it did."""
+    teardown: GroupTeardown | None = None
     meshes: list[MeshCoordinates] = field(default_factory=list)
     exit: WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
@@ -213,6 +214,14 @@ class RankFacts:
         if left is None or end is None or end.phase != "script":
             return False
         return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
+
+    @property
+    def exited_badly(self) -> bool:
+        """Whether its script called sys.exit with an error code, and no signal of its launcher's had told it to."""
+        script, heard = self.script_exit, self.exit.heard if self.exit is not None else []
+        if script is None or script.code == 0 or script.handler:
+            return False
+        return not any(0 < each.parent_ns <= script.where.time_ns for each in heard)
 
     @property
     def hid_a_peer_failure(self) -> bool:

@@ -19,8 +19,8 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     groups: list[GroupState] = []
     """Where it stood in its process groups."""
     memory_kills: int = 0
-    """If SIGKILL ended the rank: how many processes of its node's memory cgroup the kernel has killed for lack of
-    memory since the run began."""
+    """If the rank ended badly: how many processes of its memory cgroup the kernel has killed for lack of memory since
+    the rank began."""
     stack: list[StackLine] = []
     """If a fatal signal ended the rank: the stack of the thread that received it, innermost call first."""
     main: list[StackLine] = []
@@ -41,6 +41,12 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """When its agent last saw the process not ending; 0: unknown. It ended between this and `ended_ns`."""
     heard: list[HeardSignal] = []
     """Signals that had reached handlers of its script."""
+    memory_limit: int = 0
+    """Where `memory_kills` is not 0: bytes that the cgroup may use; 0: it has no limit."""
+    memory_peak: int = 0
+    """And the most bytes that it has used; 0: unknown."""
+    resident: int = 0
+    """If the rank ended badly: the most bytes that its agent has seen it to have in memory; 0: unknown."""
 
 
 class RankStall(RankEvent, frozen=True, tag="stalled"):

@@ -103,7 +103,7 @@ _COST_EVIDENCE = "preflight, collectives, stacks, signals, a second run, buffers
 """Without them an explanation has less evidence."""
 SELF_CHECK = "self-check"
 """The part of a fault that says that a kernel, or a copy, gave wrong numbers on a device, and is off."""
-_NOTES = f"hooks, names of torch, device note, native frame writer, log_to, meshes, {SELF_CHECK}"
+_NOTES = f"hooks, names of torch, device note, native frame writer, log_to, meshes, teardown, {SELF_CHECK}"
 """About how frames are read and written, and what else is reported about a rank."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules, pages at rest"
 """The node agent's: they look back at frames that it has."""

@@ -29,10 +29,22 @@ class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
     """As in ScriptError; [] for code 0."""
     handler: int = 0
     """The signal whose handler called sys.exit; 0: none."""
+    message: str = ""
+    """What the script gave sys.exit to print: `sys.exit("loss is nan")`; "" where it gave a number or nothing."""
 
 
 class LeftGroup(RankEvent, frozen=True, tag="left_group"):
     """The script has destroyed its default process group by itself, and every number of before was judged."""
+
+
+class GroupTeardown(RankEvent, frozen=True, tag="teardown"):
+    """The script destroys its default process group while it handles an exception: that may be about to end it."""
+
+    error: str
+    message: str
+    traceback: str
+    peer_failure: bool = False
+    """The exception says only that another rank is gone."""
 
 
 class MeshCoordinates(RankEvent, frozen=True, tag="mesh"):
@@ -41,4 +53,4 @@ class MeshCoordinates(RankEvent, frozen=True, tag="mesh"):
     coordinates: dict[str, int]
 
 
-ScriptEvent = ScriptError | ScriptExit | LeftGroup | MeshCoordinates
+ScriptEvent = ScriptError | ScriptExit | LeftGroup | GroupTeardown | MeshCoordinates

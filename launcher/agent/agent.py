@@ -57,7 +57,7 @@ from ...core.wire.keys import agent_name
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
-from .host_figures import memory_kills
+from .memory_group import MemoryWatch
 from .process_ends import ProcessEnds, RunOrphans, session_of
 from .rank_pages import TracedBatches
 from .rank_stalls import StallWatch
@@ -104,7 +104,7 @@ class NodeAgentLoop:
         self.outbox = self._link.outbox
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
-        self._memory_kills = memory_kills()
+        self._memory = MemoryWatch()
         self._ends = ProcessEnds()
         self._shown: list[RankLook] = []
         """For viewers: the next beat has them."""
@@ -246,6 +246,7 @@ class NodeAgentLoop:
                 watch = RankWatch(self._folder, rank, message.attempt, pid, traced, ranks, self.traces)
                 self._ranks[rank, message.attempt] = watch
                 self._ends.watch((rank, message.attempt), pid)
+                self._memory.watch((rank, message.attempt), pid)
         elif isinstance(message, pipe.WorkersEnded):
             for rank, code in message.codes.items():
                 by = "itself" if rank in message.failed or code == 0 else "torchrun"
@@ -266,21 +267,22 @@ class NodeAgentLoop:
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: messages.AgentBody) -> messages.AgentBody:
-        """Add when a rank ended, and the count of the kernel's out-of-memory kills, as its SIGKILL may be another's."""
+        """Add when a rank ended, and what the kernel did for lack of memory, as a SIGKILL may be another's."""
         if not isinstance(body, messages.EventMessage) or not isinstance(body.event, WorkerExit):
             return body
-        before, after, kills = self._memory_kills, memory_kills(), 0
-        if body.event.code == -signal.SIGKILL and before is not None and after is not None:
-            kills = max(0, after - before)
-        where = body.event.where
-        alive_ns, ended_ns = self._ends.when_ns((where.rank, where.attempt))
+        key = body.event.where.rank, body.event.where.attempt
+        alive_ns, ended_ns = self._ends.when_ns(key)
         if body.event.ended_ns:  # when a fatal signal came
             alive_ns = ended_ns = body.event.ended_ns
         ended_ns = ended_ns or time.time_ns()
         still_s = body.event.still_s
         if body.event.by == "itself":  # until now
             still_s = max(0.0, still_s - (time.time_ns() - ended_ns) / 1e9)
-        exit_ = replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns, still_s=still_s)
+        exit_ = replace(body.event, alive_ns=alive_ns, ended_ns=ended_ns, still_s=still_s)
+        if body.event.code not in (0, None):
+            lack = self._memory.lack_of(key)
+            exit_ = replace(exit_, memory_kills=lack.kills, memory_limit=lack.limit, memory_peak=lack.peak)
+            exit_ = replace(exit_, resident=self._ends.resident(key))
         return messages.EventMessage(exit_)
 
     def _launch_done(self, done: pipe.LaunchDone, now: float) -> None:

@@ -6,12 +6,12 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from ...core.host import stat_fields
 from ...core.identity import rank_name
 from ...core.wire.columns import HOST
+from .memory_group import MemoryGroup, words_of
 
 Values = dict[tuple[str, str], float]
 """(what it is of, a key of METRICS) -> the figure; a count as it stands."""
@@ -48,7 +48,7 @@ def _processors(root: Path) -> Iterator[tuple[str, float]]:
 
 
 def _memory(root: Path) -> Iterator[tuple[str, float]]:
-    words = _words_of(root / "proc/meminfo", ":")
+    words = words_of(root / "proc/meminfo", ":")
     kib = {name: int(words[name].split()[0]) for name in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")}
     yield "memory_used", (kib["MemTotal"] - kib["MemAvailable"]) * _KIB
     yield "memory_total", kib["MemTotal"] * _KIB
@@ -56,7 +56,7 @@ def _memory(root: Path) -> Iterator[tuple[str, float]]:
 
 
 def _swapping(root: Path) -> Iterator[tuple[str, float]]:
-    words = _words_of(root / "proc/vmstat")
+    words = words_of(root / "proc/vmstat")
     yield "swap_in", int(words["pswpin"]) * _PAGE
     yield "swap_out", int(words["pswpout"]) * _PAGE
 
@@ -93,72 +93,32 @@ def read_cgroup(root: Path = Path("/")) -> Values:
     found: Values = {}
     with suppress(OSError):
         membership = (root / "proc/self/cgroup").read_text()
-        inside = next((line[3:].strip() for line in membership.splitlines() if line.startswith("0::")), None)
-        if inside is None:
-            return found
         for part in (_group_memory, _group_processors):
             with suppress(OSError, ValueError, KeyError, IndexError):
-                found.update({(HOST, what): value for what, value in part(root / "sys/fs/cgroup", inside)})
+                found.update({(HOST, what): value for what, value in part(root / "sys/fs/cgroup", membership)})
     return found
 
 
-def _group_memory(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
-    """Without the pages of files, which the kernel takes back when it must."""
-    limits = [(int(word), folder) for folder, word in _limited(cgroups, inside, "memory.max")]
-    if limits:
-        limit, folder = min(limits)
-        stat = _words_of(folder / "memory.stat")
-        files = int(stat["active_file"]) + int(stat["inactive_file"])
-        yield "job_memory_used", max(0, int((folder / "memory.current").read_text()) - files)
+def _group_memory(cgroups: Path, membership: str) -> Iterator[tuple[str, float]]:
+    group = MemoryGroup.of(membership, cgroups)
+    limited = group.limit() if group is not None else None
+    if group is not None and limited is not None:
+        limit, folder = limited
+        yield "job_memory_used", group.used(folder)
         yield "job_memory_limit", limit
 
 
-def _group_processors(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
-    """Periods in which it was held back, in seconds."""
-    for folder, _ in islice(_limited(cgroups, inside, "cpu.max"), 1):
-        period_us = int((folder / "cpu.max").read_text().split()[1])
-        yield "job_cpu_held", int(_words_of(folder / "cpu.stat")["nr_throttled"]) * period_us / 1e6
-
-
-def _limited(cgroups: Path, inside: str, name: str) -> Iterator[tuple[Path, str]]:
-    """(folder, limit) of the cgroup and of those above it that have one."""
-    path = Path(inside.lstrip("/"))
-    if ".." in path.parts:  # of a process that was moved out of the container's own cgroup
+def _group_processors(cgroups: Path, membership: str) -> Iterator[tuple[str, float]]:
+    """Periods in which it was held back, in seconds. Of version 2, the innermost one with a limit."""
+    inside = next((Path(line[3:].strip().lstrip("/")) for line in membership.splitlines() if line[:3] == "0::"), None)
+    if inside is None or ".." in inside.parts:  # moved out of the container's own cgroup
         return
-    for place in (path, *path.parents):
-        with suppress(OSError, IndexError):
-            word = (cgroups / place / name).read_text().split()[0]
-            if word != "max":
-                yield cgroups / place, word
-
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-def memory_kills(membership: str | None = None, root: Path = CGROUPS) -> int | None:
-    """How many processes of its cgroup, version 2 or 1, the kernel has ended for lack of memory; None if unknown.
-
-    `membership` is what /proc/self/cgroup says. (docs.kernel.org/admin-guide/cgroup-v2.html, memory.events)
-    """
-    with suppress(OSError):
-        text = Path("/proc/self/cgroup").read_text() if membership is None else membership
-        for line in text.splitlines():
-            controllers, _, path = line.partition(":")[2].partition(":")
-            inside = path.lstrip("/")
-            if not controllers:
-                file = root / inside / "memory.events"
-            elif "memory" in controllers.split(","):
-                file = root / "memory" / inside / "memory.oom_control"
-            else:
-                continue
-            with suppress(OSError, KeyError, ValueError):
-                return int(_words_of(file)["oom_kill"])
-    return None
-
-
-def _words_of(file: Path, after: str = " ") -> dict[str, str]:
-    """A file of lines such as `oom_kill 2`."""
-    return dict(line.split(after, 1) for line in file.read_text().splitlines() if after in line)
+    for folder in (cgroups / place for place in (inside, *inside.parents)):
+        with suppress(OSError, ValueError):
+            limit, period_us = (folder / "cpu.max").read_text().split()
+            if limit != "max":
+                yield "job_cpu_held", int(words_of(folder / "cpu.stat")["nr_throttled"]) * int(period_us) / 1e6
+                return
 
 
 # The counters of the host's InfiniBand ports. (docs.kernel.org/infiniband/sysfs.html)

@@ -32,6 +32,9 @@ RankKey = tuple[int, int]
 """(rank, attempt)"""
 
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
 class _WatchedProcess(NamedTuple):
     key: RankKey
     pidfd: int
@@ -48,6 +51,7 @@ class ProcessEnds:
         self._watched: list[_WatchedProcess] = []
         self._looked_ns = time.time_ns()
         self._ended: dict[RankKey, tuple[int, int]] = {}
+        self._resident: dict[RankKey, int] = {}
 
     def watch(self, key: RankKey, pid: int) -> None:
         """Watch a process from now on. One that cannot be watched, or is gone already, gets no time of its end."""
@@ -63,7 +67,11 @@ class ProcessEnds:
     def poll(self) -> None:
         """Note which have begun to end since the last look."""
         now_ns = time.time_ns()
-        for watched in [watched for watched in self._watched if _is_ending(watched.statm)]:
+        for watched in list(self._watched):
+            size, resident = _pages(watched.statm)
+            if size:
+                self._resident[watched.key] = max(resident * _PAGE, self._resident.get(watched.key, 0))
+                continue
             self._ended[watched.key] = (self._looked_ns, now_ns)
             self._watched.remove(watched)
             _close(watched)  # the epoll forgets it, too
@@ -74,6 +82,10 @@ class ProcessEnds:
         self.poll()
         return self._ended.get(key, (0, 0))
 
+    def resident(self, key: RankKey) -> int:
+        """The most bytes that the rank's process was seen to have in memory; 0 if that is not known."""
+        return self._resident.get(key, 0)
+
     def close(self) -> None:
         """Let go of all processes."""
         for watched in self._watched:
@@ -82,10 +94,12 @@ class ProcessEnds:
         self._epoll.close()
 
 
-def _is_ending(statm: int) -> bool:
-    with suppress(OSError):  # it is gone
-        return os.pread(statm, 2, 0) in (b"0 ", b"")
-    return True
+def _pages(statm: int) -> tuple[int, int]:
+    """(all, in memory); (0, 0) of a process that is ending. (man 5 proc)"""
+    with suppress(OSError, ValueError):  # it is gone
+        size, resident, *_ = os.pread(statm, 128, 0).split()
+        return int(size), int(resident)
+    return 0, 0
 
 
 def _close(watched: _WatchedProcess) -> None:

@@ -1,19 +1,15 @@
 """However a run ends, the report is written and says how."""
 
 import contextlib
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
-
-from .conftest import Run
 
 pytestmark = pytest.mark.sample(4, of="an end")  # of those without a mark of their own
 PLAIN = ("--preflight", "off")
@@ -90,6 +86,29 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
     assert "HTTPSConnectionPool: Read timed out." in verdict["statement"]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="a teardown")
+@pytest.mark.parametrize(
+    ("how", "certainty", "said"),
+    [
+        ("exits", "established", "ended with exit code 1: loss is nan."),
+        ("exits in try", "supported", "took its process group down while it handled SystemExit: loss is nan, and rank"),
+        (
+            "raises in try",
+            "supported",
+            "while it handled OSError: HTTPSConnectionPool: Read timed out, and rank 0 could not",
+        ),
+    ],
+)
+def test_what_a_rank_said_before_a_teardown_that_is_cut_short_is_told(bench, how, certainty, said):
+    run = bench.launch("teardown.py", *PLAIN, args=(how,))
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (1, "crash", 1, certainty)
+    assert said in verdict["statement"]
+    assert [entry["rank"] for entry in verdict["cascade"]] == [0]
+
+
 @pytest.mark.parametrize(
     ("how", "nproc", "operation"),
     [
@@ -140,35 +159,6 @@ def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(ben
     assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "lost", 0)
     assert "1 process that a rank had started has outlived the rank (a stuck data loader worker" in run.stderr
     assert re.search(rf"and may hold memory: kill {left.pid}( \[GW\d+\])?\n", run.stderr)
-
-
-@pytest.mark.slow
-def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
-    group = next((path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if path.is_dir()), None)
-    limit = "memory.limit_in_bytes" if group is not None and group.name == "memory" else "memory.max"
-    folder = group / f"gpuwatch-test-{os.getpid()}" if group is not None else None
-    if folder is None or psutil.swap_memory().total:
-        pytest.skip("no memory cgroups, or the machine swaps")
-    try:
-        folder.mkdir()
-        (folder / limit).write_text(str(1400 << 20))
-    except OSError as error:
-        pytest.skip(f"cannot make a memory cgroup: {error}")
-    try:
-        inside = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
-        launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *PLAIN]
-        subprocess.run(
-            ["sh", "-c", inside, "sh", *launch, bench.script("eats.py")],
-            cwd=bench.cwd,
-            env=bench.environment,
-            capture_output=True,
-            timeout=300,
-        )
-        run = Run(0, "", "", bench.cwd)
-        assert (run.verdict["kind"], run.verdict["rank"], run.verdict["signal"]) == ("lost", 1, "SIGKILL")
-        assert "the kernel killed 1 process of its memory cgroup for lack of memory" in run.verdict["statement"]
-    finally:
-        folder.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -140,12 +140,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--only", default="", metavar="WORD", help="the ways whose names have it")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--two-nodes", action="store_true")
     parser.add_argument("--slurm", action="store_true")
     given = parser.parse_args()
     sizes = (2, 4) if given.two_nodes or given.slurm else (2, 3, 4)
-    chosen = jobs(given.seed, given.jobs, sizes, SLURM_WAYS if given.slurm else WAYS)
+    ways = [way for way in (SLURM_WAYS if given.slurm else WAYS) if given.only in way.how]
+    if not ways:
+        parser.error(f"--only: expected a word of a way's name, found {given.only}")
+    chosen = jobs(given.seed, given.jobs, sizes, ways)
     at_once = 1 if given.slurm else given.at_once
     with runner(given.two_nodes, given.slurm) as run_one, ThreadPoolExecutor(at_once) as pool:
         ended = []

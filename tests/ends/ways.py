@@ -25,6 +25,8 @@ WAYS = [
     BadEnd("unused", ("crash",), "all"),
     BadEnd("memory", ("crash",)),
     BadEnd("sys.exit", ("crash",)),
+    BadEnd("raises, slow teardown", ("crash",)),
+    BadEnd("sys.exit, slow teardown", ("crash",)),
     BadEnd("os._exit", ("crash", "lost")),
     BadEnd("os._exit(0)", ("crash", "hang")),
     BadEnd("SIGKILL", ("lost",)),

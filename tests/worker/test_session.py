@@ -138,6 +138,17 @@ def test_any_exit_code_is_recorded_and_none_raises(session, code):
     assert phase == "finished"
 
 
+@pytest.mark.parametrize(
+    ("said", "message"), [("loss is nan", "loss is nan"), (3, ""), (None, ""), ("x" * 9999, "x" * 2000)]
+)
+def test_the_text_of_sys_exit_is_recorded(session, said, message):
+    try:
+        raise SystemExit(said)
+    except SystemExit:
+        session.finished(1)
+    assert events(session)[0].message == message
+
+
 def test_a_process_that_the_script_has_forked_writes_nothing(session):
     child = os.fork()
     if child == 0:

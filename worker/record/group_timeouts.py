@@ -9,6 +9,8 @@ from typing import Any
 from ...core.signal_errors import suppress_own
 
 _HEARTBEAT, _MONITORS = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING"
+_SETTINGS = "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"
+"""Variables: the older names, in front of which torch has put its own."""
 
 
 def timeout_ms(group: Any, environ: Mapping[str, str] = os.environ) -> int:
@@ -17,11 +19,21 @@ def timeout_ms(group: Any, environ: Mapping[str, str] = os.environ) -> int:
     for device in getattr(group, "_device_types", ()):
         with suppress_own(Exception):  # a backend of somebody else's
             options = group._get_backend(device).options
-            found.append(options._timeout.total_seconds())
-            if "nccl" in str(options.backend).lower():
+            is_nccl = "nccl" in str(options.backend).lower()
+            if not is_nccl or _ends_a_wait(environ):
+                found.append(options._timeout.total_seconds())
+            if is_nccl:
                 found += _heartbeat_s(environ)
     shortest = min((seconds for seconds in found if seconds > 0), default=0.0)
     return int(min(shortest, 1e9) * 1000)
+
+
+def _ends_a_wait(environ: Mapping[str, str]) -> bool:
+    """Whether NCCL's timeout does: the watchdog may have been told to report it alone, and no host waits then."""
+    handling, blocking = (
+        next((environ[name] for name in (f"TORCH_{which}", which) if name in environ), "") for which in _SETTINGS
+    )
+    return handling != "0" or blocking.lower() in ("1", "true", "yes", "y", "t")
 
 
 def _heartbeat_s(environ: Mapping[str, str]) -> list[float]:

@@ -16,15 +16,17 @@ import torch
 from ...core.errors import Code, coded
 from ...core.events.own_limits import CompiledUnseen, OwnFault, WatchChoice
 from ...core.events.run_position import RunPosition
-from ...core.events.script_events import MeshCoordinates
+from ...core.events.script_events import GroupTeardown, MeshCoordinates
 from ...core.frames import Frame
 from ...core.guest.tell import say
+from ...core.identity import is_from_peer_failure
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
 from ...core.signal_errors import from_outside
 from ..patches import PatchLedger
 from .collectives import issued, position
+from .error_text import MESSAGE_CHARACTERS, TRACEBACK_CHARACTERS, error_texts
 from .group_slots import GroupTable
 from .roots import RootInfo
 from .watch_pace import WatchPace
@@ -279,6 +281,13 @@ class RunProgress:
             ):
                 self._meshes.append(place)
                 self.recorder.append(MeshCoordinates(self.where(), place))
+
+    def note_teardown(self, error: BaseException) -> None:
+        """Record that the script takes its process group down while it handles this exception. Never raises."""
+        with self.faults.within("teardown"):
+            message, text = error_texts(error)
+            said = message[:MESSAGE_CHARACTERS], text[-TRACEBACK_CHARACTERS:]
+            self.recorder.append(GroupTeardown(self.where(), type(error).__name__, *said, is_from_peer_failure(error)))
 
     def where(self, page: OpenPage | None = None, root: str | None = None) -> RunPosition:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""

@@ -10,9 +10,9 @@ from gpuwatch.collector.ends.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.events.agent_events import WorkerExit
-from gpuwatch.core.events.rank_standing import GroupState
+from gpuwatch.core.events.rank_standing import GroupState, HeardSignal
 from gpuwatch.core.events.run_position import RunPosition
-from gpuwatch.core.events.script_events import ScriptError, ScriptExit
+from gpuwatch.core.events.script_events import GroupTeardown, ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import AgentBody, AgentHello, EventMessage, NodeBye
 
 S = 10**9
@@ -28,6 +28,12 @@ class End:
     peer: bool = False
     left_with: int | None = None
     """By sys.exit."""
+    handler: int = 0
+    """The signal whose handler called it."""
+    told_s: float = 0.0
+    """When a signal of its launcher's reached a handler; 0: never."""
+    took_down: str = ""
+    """What it handled when it took its process group down, and with `clock` and `at_s`."""
     code: int = 1
     by: str = "itself"
     clock: dict[str, int] = field(default_factory=dict)
@@ -49,12 +55,16 @@ class End:
         ]
         stale = RunPosition(rank, batch=3, seq=1)  # as it was at the last forward
         alive, ended = (NOON + round(each * S) for each in self.seen_s)
-        exit_ = WorkerExit(stale, self.code, self.by, "script", groups=groups, alive_ns=alive, ended_ns=ended)
+        heard = [HeardSignal(15, parent_ns=NOON + round(self.told_s * S))] if self.told_s else []
+        times = {"alive_ns": alive, "ended_ns": ended}
+        exit_ = WorkerExit(stale, self.code, self.by, "script", groups=groups, heard=heard, **times)
         said: list[AgentBody] = []
         if self.raised:
             said.append(EventMessage(ScriptError(own, self.raised, self.message, "Traceback", None, self.peer)))
         if self.left_with is not None:
-            said.append(EventMessage(ScriptExit(own, self.left_with)))
+            said.append(EventMessage(ScriptExit(own, self.left_with, handler=self.handler)))
+        if self.took_down:
+            said.append(EventMessage(GroupTeardown(own, self.took_down, self.message, "Traceback", self.peer)))
         return [*said, EventMessage(exit_)]
 
 
@@ -78,6 +88,7 @@ def judged(*ends: End) -> Verdict:
 
 
 RAISES = End("ValueError", clock={"0": 8}, begun={"0": 8}, at_s=1.0)
+LOST_ITS_PEER = End("RuntimeError", peer=True, code=-6, clock={"0": 5}, at_s=1.2)
 
 
 def test_fewer_collectives_are_earlier_whatever_the_numbers_of_other_groups_are():
@@ -161,6 +172,54 @@ def test_all_that_ended_are_told_the_first_one_first():
     assert [rank.rank for rank in found.by_themselves] == [2, 1, 0]
     assert found.first is not None
     assert [(rank.rank, ns) for rank, ns in found.later] == [(1, S // 2)]
+
+
+def test_what_a_script_said_is_its_end_though_its_launcher_cuts_its_teardown_short():
+    """Rank 1 called sys.exit, and rank 0 lost it and was aborted: torchrun then sent SIGTERM to rank 1."""
+    exited = End(left_with=1, code=-15, by="torchrun", clock={"0": 4}, at_s=1.0)
+    lost = LOST_ITS_PEER
+    verdict = judged(lost, exited)
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
+    apart = replace(exited, host="h1")
+    assert judged(lost, apart).rank == 1, "it had issued fewer collectives"
+    assert judged(lost, replace(apart, clock={"0": 5})).rank is None, "what put them in order?"
+    assert judged(lost, replace(exited, at_s=1.3)).rank is None, "torchrun stops it for rank 0"
+    assert judged(replace(RAISES, at_s=0.9), exited).rank == 0, "it was told to end"
+    twice = judged(lost, exited, replace(exited, at_s=1.05))
+    assert (twice.rank, twice.certainty) == (1, "supported")
+
+
+@pytest.mark.parametrize("told", [{"handler": 15}, {"told_s": 0.9}])
+def test_a_script_that_left_for_a_signal_of_its_launcher_and_was_killed_then_has_no_end_of_its_own(told):
+    """Its launcher sends SIGKILL to what is slow to leave."""
+    exited = End(left_with=1, code=-9, by="torchrun", clock={"0": 4}, at_s=1.0, **told)
+    assert judged(LOST_ITS_PEER, exited).rank is None
+
+
+def test_who_took_its_group_down_while_it_handled_an_exception_is_what_the_others_lost():
+    """torchrun stopped it before its script had ended."""
+    left = End(took_down="OSError", code=-15, by="torchrun", clock={"0": 4}, at_s=1.0)
+    verdict = judged(LOST_ITS_PEER, left, End(code=-15, by="torchrun"))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "supported")
+    assert verdict.statement == (
+        "Rank 1 on h0 took its process group down while it handled OSError: boom, "
+        "and rank 0 could not go on without it."
+    )
+    both = judged(LOST_ITS_PEER, left, left)
+    assert both.statement.startswith("Rank 1 (and rank 2) on h0 took its process group down")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"at_s": 1.3}, "it did so after rank 0 had lost its peer"),
+        ({"clock": {"0": 5}}, "it was in the same collective"),
+        ({"peer": True}, "it had lost a peer itself"),
+    ],
+)
+def test_a_group_that_was_taken_down_names_nobody_where_something_else_may_have_come_first(change, why):
+    left = replace(End(took_down="OSError", code=-15, by="torchrun", clock={"0": 4}, at_s=1.0), **change)
+    assert judged(LOST_ITS_PEER, left).certainty == "unknown", why
 
 
 def test_what_its_launcher_ended_is_never_first():

@@ -13,6 +13,7 @@ from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, Stac
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
+from msgspec.structs import replace
 
 IN_ALL_REDUCE = [
     StackLine("/torch/distributed/distributed_c10d.py", 3007, "all_reduce", "work.wait()"),
@@ -118,6 +119,32 @@ def test_the_timeout_of_those_that_waited_is_not_the_reason(verdict_of):
         for rank in (0, 2)
     ]
     assert verdict_of(*LOOKS, *errors, exited(0, 1, "itself"), exited(1), exited(2, 1, "itself")).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "kind", "certainty"), [(700.0, "hang", "established"), (400.0, "lost", "established")]
+)
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_signal_after_the_timeout_of_the_group_is_not_the_reason(verdict_of, waited_s, kind, certainty, number):
+    """The watchdog aborts the communicator first, and a thread of the library may die of that. Before the timeout
+    nobody ends a rank that waits."""
+    group = GroupState("0", "0-2", 3, begun=9, phase="on_device", at=9, since_s=waited_s, timeout_s=600.0)
+    died = replace(exited(0, -number, "itself"), groups=[group], still_s=waited_s)
+    verdict = verdict_of(*LOOKS, died, exited(1), exited(2))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == (kind, 1 if kind == "hang" else 0, certainty)
+
+
+@pytest.mark.parametrize(("begun", "kind"), [(8, "hang"), (9, "lost")])
+def test_a_rank_that_the_watchdog_lets_go_on_has_not_met_those_that_never_came(verdict_of, begun, kind):
+    """The communicator was aborted: its host went on without the others, to the end of its script, and died there."""
+    group = GroupState("0", "0-1", 2, begun=9, phase="on_device", at=9, since_s=12.0, pending=9, timeout_s=10.0)
+    behind = replace(group, begun=begun, at=begun, pending=None)
+    waits = replace(look(0, IN_ALL_REDUCE, still_s=9.0), groups=[group])
+    away = replace(look(1, LOADING, still_s=9.0), groups=[replace(behind, begun=8, at=8)])
+    done = ScriptExit(RunPosition(0, step=5, batch=4, seq=9), 0)
+    died = replace(exited(0, -signal.SIGSEGV, "itself", step=5), groups=[replace(group, pending=None)])
+    verdict = verdict_of(waits, away, done, died, replace(exited(1), groups=[behind]), ranks=2)
+    assert (verdict.kind, verdict.rank) == (kind, 1 if kind == "hang" else 0)
 
 
 def test_the_watchdog_that_aborted_those_that_waited_is_not_the_reason(verdict_of):

@@ -3,6 +3,7 @@
 One that "runs on" is ended from outside: tests/ends/on_slurm.py.
 """
 
+import atexit
 import ctypes
 import itertools
 import mmap
@@ -100,6 +101,12 @@ def compute():
         torch.ones(64, 64) @ torch.ones(64, 64)
 
 
+def take_down_slowly():
+    """Until the launch ends it, as the others have lost their peer."""
+    dist.destroy_process_group()
+    threading.Event().wait()
+
+
 def fatal(name):
     if name == "SIGBUS":
         with tempfile.TemporaryFile() as file:
@@ -126,6 +133,14 @@ def misbehave(mine):
     if HOW == "memory" and mine:
         raise MemoryError
     if HOW == "sys.exit" and mine:
+        sys.exit(3)
+    if HOW == "raises, slow teardown" and mine:
+        try:
+            raise ValueError("no such shard")
+        finally:
+            take_down_slowly()
+    if HOW == "sys.exit, slow teardown" and mine:
+        atexit.register(take_down_slowly)
         sys.exit(3)
     if HOW == "os._exit" and mine:
         os._exit(1)

@@ -41,6 +41,20 @@ def test_each_end_has_its_time_in_the_order_of_the_ends(ends):
     assert instants == sorted(instants)
 
 
+def test_what_a_process_had_in_memory_is_known_after_its_end(ends):
+    child = subprocess.Popen(WAITS, stdin=subprocess.PIPE)
+    ends.watch((0, 0), child.pid)
+    ends.poll()
+    before = ends.resident((0, 0))
+    child.kill()
+    wait(ends)
+    ends.poll()
+    child.wait()
+    child.stdin.close()
+    assert 1 << 20 < before <= ends.resident((0, 0)) < 1 << 30
+    assert ends.resident((1, 0)) == 0
+
+
 def test_a_process_that_is_no_child_is_told_too(ends):
     shell = subprocess.Popen(
         ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True

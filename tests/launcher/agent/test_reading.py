@@ -154,6 +154,21 @@ def test_the_limit_of_the_job_above_the_step_counts(tmp_path):
     }
 
 
+def test_a_limit_of_version_1_counts_beside_an_empty_version_2(tmp_path):
+    job = "sys__fs__cgroup__memory__job_7__memory_DOT_"
+    root = write(
+        tmp_path,
+        proc__self__cgroup="4:memory:/job_7\n0::/\n",
+        **{
+            job + "limit_in_bytes": "1000\n",
+            job + "usage_in_bytes": "900\n",
+            job + "stat": "active_file 1\ntotal_active_file 100\ntotal_inactive_file 200\n",
+        },
+    )
+    found = {what: value for (_, what), value in read_cgroup(root).items()}
+    assert found == {"job_memory_used": 600, "job_memory_limit": 1000}
+
+
 def test_a_cgroup_without_a_limit_says_nothing(tmp_path):
     root = write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max="max\n")
     assert read_cgroup(root) == {}

@@ -44,6 +44,12 @@ def group(backend, seconds):
         ("nccl", {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "120", "TORCH_NCCL_ENABLE_MONITORING": "0"}, 600_000),
         ("nccl", {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "soon"}, 600_000),
         ("gloo", {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "120"}, 600_000),
+        ("nccl", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, 600_000),
+        ("nccl", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, 0),
+        ("nccl", {"NCCL_ASYNC_ERROR_HANDLING": "0"}, 0),
+        ("nccl", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}, 600_000),
+        ("nccl", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "120"}, 120_000),
+        ("gloo", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, 600_000),
     ],
 )
 def test_the_heartbeat_of_nccls_watchdog_ends_a_rank_as_well(backend, environ, expected_ms):
