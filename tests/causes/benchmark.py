@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
+import random
+import re
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import gpuwatch
@@ -22,7 +26,12 @@ from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.tests.worker.conftest import use_late_device
 
 from .drawn import DrawnCause, drawn
+from .framework_loaders import FRAMEWORKS
+from .handed_samples import Draw, LoadedCause
+from .loaders import LOADERS
 
+_MOST_LISTED = 16
+_TIMES = 5
 OUTCOMES = ("right", "less", "wrong", "over-sure", "no overflow")
 
 
@@ -57,6 +66,33 @@ def outcome_of(known: DrawnCause) -> tuple[str, str]:
     return "right", said
 
 
+_EACH = re.compile(r"\(index ([\d, ]+)(?:, and \d+ more)?\)$")
+_BAD = re.compile(r"index (\d+) of data set")
+
+
+def outcome_of_loaded(known: LoadedCause) -> tuple[str, str]:
+    """(outcome, what was said). A wrong index is wrong, wherever it stands."""
+    verdict = verdict_on(known.train)
+    if not known.kinds or verdict.kind != "overflow":
+        is_right = verdict.kind == ("overflow" if known.kinds else "clean")
+        return "right" if is_right else "no overflow" if known.kinds else "wrong", verdict.statement
+    cause, line = verdict.cause, verdict.cause.line if verdict.cause is not None else ""
+    told = [each for text in verdict.evidence for each in _EACH.findall(text)]
+    said = " / ".join(filter(None, (verdict.statement, line, *told)))
+    assert verdict.batch is not None
+    handed = ", ".join(map(str, known.net.rows[verdict.batch][:_MOST_LISTED]))
+    named = [int(index) for text in (line, *verdict.next) for index in _BAD.findall(text)]
+    if any(each != handed for each in told) or any(index != known.bad for index in named):
+        return "wrong", f"{said} / was handed {handed}"
+    kind, is_sure = (cause.kind, cause.certainty == "established") if cause is not None else ("", False)
+    if kind not in known.kinds:
+        return ("less" if not kind else "over-sure" if is_sure else "wrong"), said
+    if is_sure and not known.certain:
+        return "over-sure", said
+    is_all = known.told in (None, bool(told)) and (known.bad is None or bool(named)) and known.says in line
+    return ("right" if is_all else "less"), said
+
+
 @contextlib.contextmanager
 def held(on_device: bool) -> Iterator[None]:
     """All tensors are in host memory, or on a device whose numbers arrive late."""
@@ -69,7 +105,8 @@ def main() -> int:
     """Run the drawn trainings. Exit code 1 if a cause was wrong or over-sure."""
     parser = argparse.ArgumentParser(description="Counts how often the cause of an overflow is named right.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="1: 150 trainings")
+    parser.add_argument("--scale", type=float, default=1.0, help="1: 150 trainings, or five of each loader")
+    parser.add_argument("--loaders", action="store_true", help="trainings whose batches a loader hands out")
     parser.add_argument("--late", action="store_true", help="on a device whose numbers arrive late")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -78,19 +115,41 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         os.environ["XDG_STATE_HOME"] = str(Path(folder) / "state")
-        for known in drawn(options.seed, options.scale):
+        for family, name, run in _loaded(options) if options.loaders else _drawn(options):
             with held(options.late):
-                outcome, said = outcome_of(known)
+                outcome, said = run()
             counted[outcome] += 1
-            families.setdefault(known.kinds[0] or "unknown", Counter())[outcome] += 1
+            families.setdefault(family, Counter())[outcome] += 1
             if outcome != "right":
-                print(f"{outcome}: {known.name} ({', '.join(known.kinds)}): {said}", flush=True)
+                print(f"{outcome}: {name}: {said}", flush=True)
         os.chdir("/")
-    print(f"\n| best cause | {' | '.join(OUTCOMES)} |\n|---|{'---|' * len(OUTCOMES)}")
+    print(
+        f"\n| {'loader' if options.loaders else 'best cause'} | {' | '.join(OUTCOMES)} |\n|---|{'---|' * len(OUTCOMES)}"
+    )
     for kind, outcomes in families.items():
         print(f"| {kind} | {' | '.join(str(outcomes[each]) for each in OUTCOMES)} |")
     print(f"| all | {' | '.join(str(counted[each]) for each in OUTCOMES)} |")
     return 1 if counted["wrong"] or counted["over-sure"] else 0
+
+
+Trial = tuple[str, str, Callable[[], tuple[str, str]]]
+"""(its line in the table, its name, gives the outcome and what was said)"""
+
+
+def _drawn(options: argparse.Namespace) -> Iterator[Trial]:
+    for known in drawn(options.seed, options.scale):
+        yield known.kinds[0] or "unknown", f"{known.name} ({', '.join(known.kinds)})", partial(outcome_of, known)
+
+
+def _loaded(options: argparse.Namespace) -> Iterator[Trial]:
+    for package, families in {"torch": LOADERS, **FRAMEWORKS}.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: its loaders are left out")
+            continue
+        for family in families:
+            for number in range(max(1, round(options.scale * _TIMES))):
+                known = family(Draw(random.Random(f"{options.seed} {family.__name__} {number}")))
+                yield package, f"{known.name} ({', '.join(known.kinds)})", partial(outcome_of_loaded, known)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ EVENTS = [
     WatchChoice(HERE, 1, alert="an overflow is forecast"),
     LooseParameters(HERE, "Adam", 2, 1),
     UnreadStates(HERE, "AdamW", 7),
-    BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
+    BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}, rows={"input[0]": [3]}),
     BatchSource(HERE, "data.Images", [201, 14], {"path": ["a", "b"]}, 1, 5, 0, "", [14, 201]),
     IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
     ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
