@@ -118,6 +118,8 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """Of the forward."""
     cls: str = ""
     """Class of the operation's module; "" where that is not known."""
+    took_s: float = 0.0
+    """Seconds of all that ran after the alarm to find the operation, trials included. 0: a rank of an older version."""
 
 
 class CaptureFile(msgspec.Struct, frozen=True):

@@ -103,6 +103,7 @@ EVENTS = [
             columns=(4, 18),
         ),
         eagerly=True,
+        took_s=0.25,
     ),
     SecondRun(HERE, unknown="a second run of the forward stayed finite"),
     ForwardCaptured(HERE, CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
