@@ -26,7 +26,7 @@ from ..report.verdict import OverflowCause
 from .derivative_rules import DERIVATIVE_RULES, INSIDE, WEAK_RULES, derivative_rule, operation_of_node
 from .operation_cause import named
 from .operation_rules import OPERATION_RULES, trial_in
-from .script_cause import cause_in_script, variable_in_script
+from .script_cause import cause_in_script, not_handed_on, variable_in_script
 
 _MOST_NAMED = 3
 _HUGE = 1e9
@@ -36,7 +36,7 @@ _HUGE = 1e9
 def bad_variable(facts: RunFacts, first: LocalDiagnosis) -> str:
     """The script's variable that was bad before a bad loss was made of it: a clause; "" if unknown."""
     again = _second_look(facts, first)
-    return variable_in_script(again.script) if again is not None else ""
+    return variable_in_script(not_handed_on(again.script)) if again is not None else ""
 
 
 def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
@@ -152,7 +152,7 @@ def _of_loss(
         return None  # a loss of such outputs may be too large a number
     lead = f"the loss was {value} before its backward began"
     lead += ", and what the model returned was finite" if what_script_got(_forward(facts, first)) else ""
-    in_script = cause_in_script(again.script, f"{lead}; ")
+    in_script = cause_in_script(not_handed_on(again.script), f"{lead}; ")
     if in_script is not None and in_script.kind == "domain":
         return in_script
     # tensors without a gradient are in no graph: that an operation of it has made the value is not certain

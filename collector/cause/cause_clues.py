@@ -35,9 +35,14 @@ def samples_text(odd: OddSamples, source: BatchSource | None = None) -> str:
     numbers = f"{'s' if len(odd.indices) > 1 else ''} {joined(odd.indices[:_MOST_SHOWN])}{more} of {odd.size}"
     if source is None:
         return f"row{numbers} (dim 0)"
-    text = f"sample{numbers}"
-    known = [source.indices[each] for each in odd.indices]
-    return f"{text} (index {joined(known[:_MOST_SHOWN])} of data set `{source.dataset}`)"
+    return f"sample{numbers} ({origin_text(source, odd.indices)})"
+
+
+def origin_text(source: BatchSource, positions: list[int]) -> str:
+    """`index 77 of data set `DS``, `__key__ shard/3 of data set `Stream``: the samples at these positions of dim 0."""
+    lists = {"index": [str(index) for index in source.indices]} if source.indices else source.keys
+    shown = {name: joined([values[each] for each in positions[:_MOST_SHOWN]]) for name, values in lists.items()}
+    return f"{joined([f'{name} {text}' for name, text in shown.items()])} of data set `{source.dataset}`"
 
 
 def source_of(clues: CauseClues, odd: OddSamples) -> BatchSource | None:
@@ -45,11 +50,18 @@ def source_of(clues: CauseClues, odd: OddSamples) -> BatchSource | None:
 
     What a module inside of the model was handed may be in another order.
     """
+    return source_of_rows(clues, odd.size) if not odd.module else None
+
+
+def source_of_rows(clues: CauseClues, size: int) -> BatchSource | None:
+    """Likewise, of an argument of the model with so many rows."""
     first = clues.first
     sources = clues.facts.one(first.attempt, first.rank).batch_sources
     found = next((each for each in sources if each.where.batch == first.batch), None)
-    is_known = found is not None and len(found.indices) == odd.size and not odd.module
-    return found if is_known else None
+    if found is None:
+        return None
+    known = [found.indices] if found.indices else list(found.keys.values()) if found.in_order else []
+    return found if known and all(len(values) == size for values in known) else None
 
 
 def odd_text(clues: CauseClues, odd: OddSamples) -> str:

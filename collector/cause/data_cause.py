@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation
+from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation, BatchInputs
 from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
 from ...core.values import NonFinite, name_of
@@ -10,7 +10,7 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.replicas import page_of, peers
 from ..report.verdict import OverflowCause
-from .cause_clues import CauseClues, odd_text, samples_text, source_of
+from .cause_clues import CauseClues, odd_text, origin_text, samples_text, source_of, source_of_rows
 from .operation_cause import of_precision
 from .operation_rules import domain_advice, trial_in
 
@@ -128,13 +128,25 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
     if first.passed:
         return None
     rank = clues.facts.one(first.attempt, first.rank)
-    patterns = next((each.bad for each in rank.batch_inputs if each.where.batch == first.batch), {})
+    inputs = next((each for each in rank.batch_inputs if each.where.batch == first.batch), None)
+    patterns = inputs.bad if inputs is not None else {}
+    origin = _origin_of_bad_rows(clues, inputs)
     others = [other for other in peers(clues.facts, first).values() if other.batch == first.batch]
     finite = "; the other ranks' were finite" if others and not any(other.may_hold_alarm for other in others) else ""
     pattern = f" ({patterns[first.role]})" if first.role in patterns else ""
+    found = f"; that is {origin}" if origin else ""
     return OverflowCause(
         "data",
         _S,
-        f"the batch itself: {first.role} holds {first.value}{pattern}{finite}",
-        [LOOK_AT_LOADER],
+        f"the batch itself: {first.role} holds {first.value}{pattern}{found}{finite}",
+        [f"Look at {origin}, and at what the script makes of it." if origin else LOOK_AT_LOADER],
     )
+
+
+def _origin_of_bad_rows(clues: CauseClues, inputs: BatchInputs | None) -> str:
+    """The samples of the data set whose rows are bad; "" if that is not known."""
+    role, page = clues.first.role, page_of(clues.facts, clues.first)
+    bad = inputs.rows.get(role, []) if inputs is not None else []
+    shape = next((row.shape for row in _root_rows(page.frames) if row.role == role), None) if page is not None else None
+    source = source_of_rows(clues, shape[0]) if bad and shape else None
+    return origin_text(source, bad) if source is not None else ""

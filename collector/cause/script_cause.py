@@ -13,6 +13,7 @@ from ...core.events.read_tensors import ScriptTensor
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
+from ..facts.log_traceback import is_of_script
 from ..facts.rank_facts import RankFacts
 from ..report.verdict import OverflowCause
 from .derivative_rules import derivative_cause, operation_of_node
@@ -52,6 +53,15 @@ def cause_in_script(tensors: Sequence[ScriptTensor], lead: str = "") -> Overflow
     said = "; ".join([f"variable `{first.name}`{function} is {first.numbers.value}{place}", *also, *sizes])
     kind, steps = _kind_and_steps(first, handed)
     return OverflowCause(kind, Certainty.SUPPORTED, f"{lead}{said}", steps)
+
+
+def not_handed_on(tensors: Sequence[ScriptTensor]) -> list[ScriptTensor]:
+    """Without those of an installed package that only hands a loss on, as the loop of a framework does."""
+    return [
+        each
+        for each in tensors
+        if is_of_script(each.file) or each.nodes or any(name in OPERATION_RULES for name in each.ops)
+    ]
 
 
 def variable_in_script(tensors: Sequence[ScriptTensor]) -> str:

@@ -21,7 +21,9 @@ from ...core.events.across_ranks import PassedTensor
 from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
+from ..cause.cause_clues import CauseClues
 from ..cause.script_cause import cause_between
+from ..cause.training_cause import of_growth
 from ..facts.diagnosis import LocalDiagnosis, number_text, rows_in
 from ..facts.kept_pages import KeptPage
 from ..facts.replicas import page_of, peers
@@ -231,16 +233,37 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     what = f"{first.role} of {first.place}, batch {first.batch}{f' ({first.cause})' if first.cause else ''}"
     seen = f"rank {first.rank}: the gradient"
     code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
+    cause = of_growth(CauseClues(facts, first))
     return overflow_at(
         first,
         **whose(facts, rank),
+        cause=cause,
         statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
-        evidence=[f"{seen} was finite when the backward made it", *evidence, *first.notes, *failed],
-        next=[f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."],
+        evidence=[
+            f"{seen} was finite when the backward made it",
+            *_norm_lines(page_of(facts, first)),
+            *evidence,
+            *first.notes,
+            *failed,
+        ],
+        next=[
+            *(cause.next if cause is not None else []),
+            f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf.",
+        ],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
+
+
+def _norm_lines(page: KeptPage | None) -> list[str]:
+    """Whether the norm of a rank's own gradients is too large a number, though each of them is finite."""
+    sizes = [row.abs_max or 0.0 for row in _rows(page, FramePhase.BACKWARD).values() if row.finite]
+    largest = max(sizes, default=0.0)
+    if largest**2 <= DTYPE_MAX["float32"]:
+        return []
+    square = "its square is beyond float32, so that a norm over it is inf"
+    return [f"the largest gradient of that backward has abs max {number_text(largest)}: {square}"]
 
 
 def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:

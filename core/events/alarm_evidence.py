@@ -118,6 +118,8 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """Of the forward."""
     cls: str = ""
     """Class of the operation's module; "" where that is not known."""
+    took_s: float = 0.0
+    """Seconds of all that ran after the alarm to find the operation, trials included. 0: a rank of an older version."""
 
 
 class CaptureFile(msgspec.Struct, frozen=True):
@@ -146,6 +148,8 @@ class BatchInputs(RankEvent, frozen=True, tag="batch_inputs"):
     digests: dict[str, str]
     bad: dict[str, str] = {}
     """Role -> which elements are nan or +inf, in words (worker/record/bad_elements.py)."""
+    rows: dict[str, list[int]] = {}
+    """Role -> the indices along dim 0 that hold nan or +inf, where they are few and not all."""
 
 
 class BatchSource(RankEvent, frozen=True, tag="batch_source"):
@@ -170,6 +174,8 @@ class BatchSource(RankEvent, frozen=True, tag="batch_source"):
     """Why `indices` is empty: a clause."""
     among: list[int] = []
     """All indices of the batch, where it is not known which one is where in dim 0."""
+    in_order: bool = False
+    """Whether the loader's collate function keeps the order of the samples, as torch's own does."""
 
 
 EvidenceEvent = SecondRun | ForwardCaptured | BatchInputs | BatchSource

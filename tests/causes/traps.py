@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -160,6 +161,17 @@ def diverging() -> None:
         optimizer.step()
 
 
+def clipped_by_inf() -> None:
+    """The gradients become large, and their norm inf. A clip to at most inf makes nan of them."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 3.0)
+    for n in range(60):
+        optimizer.zero_grad()
+        (net(*plain(n)) - 1).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), math.inf)
+        optimizer.step()
+
+
 class Bounds(nn.Module):
     """A gate that is finite for an input of inf; its gradient is not."""
 
@@ -258,4 +270,7 @@ TRAPS = [
         from_the_batch_before,
     ),
     KnownCause("a loss of huge outputs", "divergence", "the training diverged", "Lower the learning rate", diverging),
+    KnownCause(
+        "a clip of huge gradients", "divergence", "the training diverged", "Lower the learning rate", clipped_by_inf
+    ),
 ]

@@ -222,7 +222,8 @@ def _told_of(where: RunPosition, found: _FoundBatch) -> BatchSource:
             among = sorted(loader.of_data_set(numbers)[1])[:_MOST_TOLD]
         elif numbers is not None:
             dataset, indices = loader.of_data_set([numbers[place] for place in places])
-    return BatchSource(where, dataset, indices, keys, loader.epoch, batch.ordinal, batch.worker, unknown, among)
+    order = not loader.in_any_order
+    return BatchSource(where, dataset, indices, keys, loader.epoch, batch.ordinal, batch.worker, unknown, among, order)
 
 
 def _given_to(found: _FoundBatch) -> list[Any] | None:

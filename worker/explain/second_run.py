@@ -74,6 +74,7 @@ from .operands import numbers_of
 from .operation_trials import trial_of
 from .operation_watch import OperationWatch
 from .second_backward import SecondBackward
+from .spent_time import SpentTime
 
 _MOST_ROOTS = 8
 _MOST_BEFORE = 16
@@ -122,6 +123,7 @@ class SecondRuns:
         self._why = self._found = ""
         self._odd: OddSamples | None = None
         self._trials: list[CauseTrial] = []
+        self._spent = SpentTime()
 
     def expect(self, bad: NonFiniteRow) -> bool:
         """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
@@ -150,7 +152,8 @@ class SecondRuns:
         `is_scaled`: by a GradScaler.
         """
         if self.is_on and self._explains and self._bad is None:
-            self._losses.begins(loss, self._progress.step, is_scaled)
+            with self._spent:
+                self._losses.begins(loss, self._progress.step, is_scaled)
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""
@@ -169,11 +172,19 @@ class SecondRuns:
             module, (root, method) = info.ref(), self._method
             if module is not None and id(unwrap(module)) == root and info not in self._running.stack:
                 call.method = method  # else `training_step` has called its own module
-            self._look_into(call, args, kwargs)
+            with self._spent:
+                self._look_into(call, args, kwargs)
 
     def conclude(self) -> str:
         """The job ends. Where it was made, as a clause; "" if that is not known, and the record says why."""
         self.explained.ends()
+        with self._spent:
+            self._look_when_it_ends()
+        if self._bad is not None:
+            self._end(self._why)
+        return self._found
+
+    def _look_when_it_ends(self) -> None:
         bad = self._bad
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
         if bad is not None and bad.frame.phase == FramePhase.BACKWARD:
@@ -183,9 +194,6 @@ class SecondRuns:
             self._why = self._why if why == _INPUTS_GONE else why
             if not why:
                 self._look_into(kept, *inputs)
-        if self._bad is not None:
-            self._end(self._why)
-        return self._found
 
     def _inputs_of(self, kept: KeptCall, bad: NonFiniteRow) -> tuple[tuple[Any, Any], str]:
         """((args, kwargs) of the call of a root, why they are not what it was handed)."""
@@ -204,7 +212,8 @@ class SecondRuns:
         """A backward ends. If its alarm ends the job, all that it used is still there; `has_arrived`: it has none."""
         bad = self._bad
         if bad is not None and bad.frame.phase == FramePhase.BACKWARD and self._backward.may_run_within():
-            self._look_into_backward(bad)
+            with self._spent:
+                self._look_into_backward(bad)
         if has_arrived:
             self._backward.given.forget()
 
@@ -410,7 +419,8 @@ class SecondRuns:
             modules = self._roots.infos[bad.page.root].modules.values()
             name = operation.module if operation is not None else None
             cls = next((info.cls for info in modules if info.name == name), "")
-            self._progress.recorder.append(SecondRun(where, operation, why, eagerly, self._odd, self._trials, cls))
+            ran = SecondRun(where, operation, why, eagerly, self._odd, self._trials, cls, self._spent.seconds)
+            self._progress.recorder.append(ran)
         if self._captures:
             file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, file))

@@ -26,7 +26,7 @@ from ..compile import attach as traced
 from ..compile.attach import apart_from_dynamo
 from ..device.device import without_modes
 from ..record.autograd_graph import GraphCalls, next_node
-from ..record.bad_elements import bad_inputs
+from ..record.bad_elements import bad_inputs, bad_rows
 from ..record.collectives import issued
 from ..record.names import batch_digest, class_of, inputs_of
 from ..record.root_tensors import RootTensors
@@ -450,4 +450,5 @@ class ModuleCalls:
             handed = inputs_of(args, kwargs)
             digests, bad = without_modes(batch_digest, handed), without_modes(bad_inputs, handed)
             if digests:
-                self._recorder.append(BatchInputs(self._running.where(), digests, bad))
+                rows = without_modes(bad_rows, handed) if bad else {}
+                self._recorder.append(BatchInputs(self._running.where(), digests, bad, rows))

@@ -18,11 +18,28 @@ from ...core.signal_errors import from_outside
 
 _ITERABLE = "an iterable data set gives no indices"
 _NOT_FOLLOWED = "it is no DataLoader of torch's own, or of a torch that is not known"
+_REWRITTEN = "its sampler has changed a list of indices that a worker may not have got yet"
 _OWN_COLLATE = "its collate function is not torch's own, and may have changed their order"
 _OWN_FETCH = "its data set fetches several samples at once, and may have changed their order"
 _LIBRARIES = ("torch.utils.data._utils.collate", "transformers.data.data_collator")
 _DATA_SETS = ("torch.utils.data.dataset", "datasets.arrow_dataset")
+_UNCHANGING = (int, str, tuple)
 _IN_ANY_ORDER = ("DataCollatorWithFlattening", "DataCollatorForPermutationLanguageModeling")
+
+
+class SentIndices(NamedTuple):
+    """Indices that went to a worker."""
+
+    copied: Any
+    """None: not known."""
+    given: Any
+    """The sampler's own object. A thread of torch's pickles it later; None where nobody can change it."""
+    worker: int
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the sampler has written into it since: the worker may have got either."""
+        return self.copied is not None and self.given is not None and _copied(self.given) != self.copied
 
 
 class TensorPosition(NamedTuple):
@@ -71,8 +88,10 @@ class LoaderPass:
         self._copies = type(iterator._index_sampler) is not BatchSampler
         self._has_workers = iterator._num_workers > 0
         self._drawn: list[Any] = []
-        self._sent: dict[int, tuple[Any, int]] = {}
-        """By torch's number: (indices, worker)."""
+        self._given: Any = None
+        """What the sampler gave last, where it is copied."""
+        self._sent: dict[int, SentIndices] = {}
+        """By torch's number."""
         self._received: Any = None
         """The indices of the batch that a worker has made and that is handed out next."""
         self._worker = -2 if self._has_workers else -1
@@ -93,21 +112,24 @@ class LoaderPass:
             return
         # a sampler of the script's own may write into its list again
         self._drawn.append(_copied(index) if self._copies else index)
+        self._given = index if self._copies and type(index) not in _UNCHANGING else None
 
     def send(self, number: int, worker: int) -> None:
         """They went to a worker."""
         index = self._drawn[0] if len(self._drawn) == 1 else None
         self._drawn.clear()
-        self._sent[number] = index, worker
+        self._sent[number] = SentIndices(index, self._given, worker)
 
     def receive(self, outstanding: Mapping[int, Any], worker: int | None) -> None:
         """A worker's batch is about to be handed out; `outstanding` has what torch still waits for, by number."""
         gone = [number for number in self._sent if number not in outstanding]
         found = [self._sent.pop(number) for number in gone]
-        index, by = found[0] if len(found) == 1 else (None, -2)
+        sent = found[0] if len(found) == 1 else SentIndices(None, None, -2)
         self._drawn.clear()
-        self._received = index
-        self._worker = worker if worker is not None else by
+        if sent.is_changed:
+            self.unknown = self.unknown or _REWRITTEN
+        self._received = sent.copied
+        self._worker = worker if worker is not None else sent.worker
 
     def forget(self) -> None:
         """No batch came of the indices: the pass is over, or a sample was an error."""
@@ -130,7 +152,7 @@ class LoaderPass:
 
 def _copied(index: Any) -> Any:
     """The same indices, which nobody changes any more; None if that is not certain."""
-    if type(index) in (int, str, tuple):
+    if type(index) in _UNCHANGING:
         return index
     if type(index) is list:
         return index[:]

@@ -22,6 +22,7 @@ from .collectives import ranks
 from .tensor_stats import local_part, measure, to_plain
 
 _MOST_LISTED = 4
+_MOST_ROWS = 16
 _OF_MATRIX = ("row", "column")
 
 
@@ -46,10 +47,29 @@ def bad_inputs(arguments: list[tuple[str, Any]]) -> dict[str, str]:
     """Role -> `pattern_of`, of the arguments that hold nan or inf and are tensors in host memory."""
     found: dict[str, str] = {}
     for role, leaf in arguments:
-        is_read = type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.is_floating_point()
-        if is_read and leaf.nbytes <= _MOST_BYTES and (pattern := pattern_of(leaf)):
+        if _is_read(leaf) and (pattern := pattern_of(leaf)):
             found[role] = pattern
     return found
+
+
+def bad_rows(arguments: list[tuple[str, Any]]) -> dict[str, list[int]]:
+    """Role -> the indices along dim 0 that hold nan or +inf, of the arguments that `bad_inputs` reads.
+
+    Left out are those of which all rows are bad, or more than 16.
+    """
+    found: dict[str, list[int]] = {}
+    for role, leaf in arguments:
+        if _is_read(leaf) and leaf.dim() and len(leaf) > 1:
+            rows = leaf.detach().reshape(len(leaf), -1)
+            indices = (rows.isnan() | (rows == math.inf)).any(1).nonzero().flatten().tolist()
+            if 0 < len(indices) < len(leaf) and len(indices) <= _MOST_ROWS:
+                found[role] = indices
+    return found
+
+
+def _is_read(leaf: Any) -> bool:
+    is_on_host = type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.is_floating_point()
+    return is_on_host and leaf.layout is torch.strided and leaf.nbytes <= _MOST_BYTES
 
 
 def _words(bad: torch.Tensor, total: int, count: int) -> str:

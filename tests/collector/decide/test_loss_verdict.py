@@ -151,3 +151,14 @@ def test_a_mask_is_not_taken_for_the_cause_and_a_single_number_is(make):
 
     assert "`loss`, assigned at train.py:14, was -inf" in said((4, 4))
     assert "`term`, assigned at train.py:12, was -inf" in said(())
+
+
+@pytest.mark.parametrize(("ops", "named"), [((), False), (("log",), True)])
+def test_a_line_of_a_framework_that_hands_the_loss_on_is_not_named(make, ops, named):
+    loss = variable("closure_loss", "nan", 211, ops=ops, counts=True)
+    loss = msgspec.structs.replace(loss, file="/opt/lib/site-packages/lightning/strategy.py")
+    verdict = judged(make, batch(make, loss=make.NAN, again=LookedAgain(script=[loss])))
+    assert ("closure_loss" in verdict.cause.statement) is named
+    assert ("closure_loss" in verdict.statement) is named
+    assert named or "the script's own loss has made it" in verdict.cause.statement
+    assert named or verdict.next[0].startswith("Look at the code of the script that computes the loss")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -450,6 +451,7 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     assert watched.faults == []
     found = verdict.operation
     assert found is not None, verdict.evidence
+    assert all(ran.took_s > 0 for ran in watched.of(SecondRun))
     assert (found.line, found.file) == (line_of(fault), __file__), found
     assert found.op.startswith({**FAULTS, **WHOLE}[fault][1]), found
     assert found.code == SOURCE[found.line - 1].strip()

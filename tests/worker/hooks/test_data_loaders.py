@@ -83,6 +83,16 @@ class Sorted(BatchSampler):
                 given.clear()
 
 
+class Rewritten(Sorted):
+    """The bad sample is in all of its batches, wherever torch's thread pickles the list."""
+
+    def __iter__(self):
+        given = []
+        for index in range(8):
+            given[:] = [BAD, *random.Random(index).sample(range(BAD), 3)]
+            yield given
+
+
 class Lists(BatchSampler):
     def __iter__(self):
         yield from ([1, 2, 3], [BAD], [5, 8, BAD, 4, 6])
@@ -177,6 +187,11 @@ SET_UPS = {
     ),
     "a list that is written again": WHOLE._replace(
         loader=lambda n: DataLoader(Pairs(), batch_sampler=Sorted(), num_workers=n), workers=(0,)
+    ),
+    "a list that is written again before a worker has it": WHOLE._replace(
+        loader=lambda n: DataLoader(Pairs(), batch_sampler=Rewritten(), num_workers=n),
+        workers=(2,),
+        unknown="its sampler has changed a list of indices",
     ),
     "no batches": WHOLE._replace(
         loader=lambda n: DataLoader(Pairs(), batch_size=None, shuffle=True, num_workers=n),

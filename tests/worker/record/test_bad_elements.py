@@ -11,7 +11,7 @@ import torch
 from gpuwatch.core.events.across_ranks import PassedTensor
 from gpuwatch.core.events.read_tensors import ReducedElement
 from gpuwatch.worker.record import bad_elements
-from gpuwatch.worker.record.bad_elements import pattern_of
+from gpuwatch.worker.record.bad_elements import bad_rows, pattern_of
 from torch import distributed as dist
 
 from ..models import tanh_net
@@ -130,3 +130,17 @@ def test_the_bad_elements_of_what_goes_in_and_comes_out_are_told_once(watch, alo
     told = [(one.came_out, one.element, one.reduced) for one in watched.of(PassedTensor)]
     element = "one element of 6, at [0, 1]"
     assert told == [(False, element, None), (True, element, None), (False, "", None), (True, "", None)]
+
+
+def test_the_rows_that_hold_nan_or_inf_are_told_where_they_are_few():
+    masked = bad((4, 2), (1, 0))
+    masked[2] = -math.inf
+    arguments = [
+        ("a", masked),
+        ("b", bad((3,), (2,))),
+        ("c", torch.full((2, 2), math.nan)),
+        ("d", torch.zeros(3)),
+        ("e", 1),
+    ]
+    arguments.append(("f", torch.full((40, 1), math.nan).index_fill(0, torch.arange(20), 0.0)))
+    assert bad_rows(arguments) == {"a": [1], "b": [2]}

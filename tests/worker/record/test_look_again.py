@@ -159,6 +159,7 @@ def test_what_the_model_was_handed_can_be_found_again(watch):
     (inputs,) = watched.of(BatchInputs)
     expected = hashlib.blake2b(batches[2].view(torch.uint8).numpy(), digest_size=8).hexdigest()
     assert (inputs.where.batch, inputs.digests) == (2, {"input[0]": expected})
+    assert inputs.rows == {"input[0]": [1]}
     last = watched.anomalies[0].again.optimizer
     assert (last.cls, last.settings["lr"]) == ("torch.optim.adamw.AdamW", 0.25)
     assert watched.faults == []
