@@ -148,11 +148,15 @@ class GradientStops:
         after = dict(pairwise(weighted))
         handed: dict[int, list[int]] = {}
         """Position of a value -> the modules that were handed it."""
+        from_activations: set[int] = set()
+        """Positions of what these have returned."""
         for module, rows in calls.items():
             for row in rows.get(SlotKind.ARGUMENT, ()):
                 handed.setdefault(row.position, []).append(module)
+            if self._slots.module(module).cls in ACTIVATIONS:
+                from_activations.update(row.position for row in rows.get(SlotKind.OUTPUT, ()))
         for module in without:
-            given = self._given(calls.get(module, {}))
+            given = self._given(calls.get(module, {}), from_activations)
             if given is None:
                 continue
             takers = [taker for taker in handed.get(given.position, ()) if self._slots.module(taker).cls in ACTIVATIONS]
@@ -164,15 +168,20 @@ class GradientStops:
                 self._note(message, module, given, *found)
 
     @staticmethod
-    def _given(rows: dict[int, list[_CallRow]]) -> _CallRow | None:
-        """What the module returned, if it was called once, with numbers, and no gradient came back to it."""
+    def _given(rows: dict[int, list[_CallRow]], from_activations: set[int]) -> _CallRow | None:
+        """What the module returned, if it was called once, with numbers, and no gradient came back to it.
+
+        One that was handed nothing but zeros, as an expert without tokens may be, has no say; but for those of an
+        activation, which may be dead like the one behind.
+        """
         argument, output, gradients = (
             rows.get(kind, []) for kind in (SlotKind.ARGUMENT, SlotKind.OUTPUT, SlotKind.GRAD_OUTPUT)
         )
         if len(output) != 1 or len(argument) != 1 or not gradients or any(row.flags for row in (*argument, *output)):
             return None
         is_cut = all(row.abs_max == 0 and not row.flags for row in gradients)
-        return output[0] if is_cut and output[0].abs_max and argument[0].abs_max else None
+        has_say = argument[0].abs_max or argument[0].position in from_activations
+        return output[0] if is_cut and output[0].abs_max and has_say else None
 
     @staticmethod
     def _by_activation(rows: dict[int, list[_CallRow]], module: int) -> tuple[_CallRow, float, int, int] | None:

@@ -67,6 +67,16 @@ def test_a_function_that_is_dead_or_works_in_place(watch, way, model, layer, aft
     assert f"the weights of `{layer}` (Linear) (outputs up to 1.0" in found.text
 
 
+def test_of_dead_ones_in_a_row_the_last_is_told(watch):
+    watched = watch()
+    model = nn.Sequential(*(part for _ in range(2) for part in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 4))
+    for layer in (model[0], model[2]):
+        nn.init.constant_(layer.bias, -100.0)
+    train(model, sgd(model))
+    (found,) = remarks(watched)
+    assert (found.kind, found.modules) == ("dead_activation", ["3", "2"]), "no gradient reaches the one in front of it"
+
+
 @pytest.mark.parametrize(("activation", "bias", "size"), [(nn.Sigmoid(), 100.0, "1.00e+00"), (nn.Tanh(), 50.0, "1.0")])
 def test_a_saturated_activation(watch, activation, bias, size):
     watched, model = watch(), stack(activation, bias)
