@@ -1,4 +1,4 @@
-"""Two ranks train with DDP. `faulty`: parts of the model do not learn, by mistake. `healthy`: some do not, as is meant."""
+"""Two ranks train with DDP. `faulty`: parts of the model do not learn, by mistake. `healthy`: as is meant."""
 
 import sys
 
