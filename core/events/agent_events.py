@@ -191,7 +191,7 @@ class StoppedGradient(RankEvent, frozen=True, tag="stopped_gradient"):
     """The one whose weights got nothing."""
     cls: str
     activation: str
-    """What it handed its output to; "" if that is a function, and no module."""
+    """What it handed its output to; "" if that is no module of its own: a function, or one that is called again."""
     activation_cls: str
     behind: str
     """Then: the next module, which was handed nothing but zeros."""

@@ -160,10 +160,8 @@ class GradientStops:
             if given is None:
                 continue
             takers = [taker for taker in handed.get(given.position, ()) if self._slots.module(taker).cls in ACTIVATIONS]
-            if takers:
-                found = self._by_activation(calls[takers[0]], takers[0]) if len(takers) == 1 else None
-            else:
-                found = self._by_next(given, module, after.get(module, -1), calls)
+            found = self._by_activation(calls[takers[0]], takers[0]) if len(takers) == 1 else None
+            found = found or self._by_next(given, module, after.get(module, -1), calls)
             if found is not None:
                 self._note(message, module, given, *found)
 
@@ -192,8 +190,8 @@ class GradientStops:
     def _by_next(
         self, given: _CallRow, module: int, then: int, calls: dict[int, dict[int, list[_CallRow]]]
     ) -> tuple[_CallRow, float, int, int] | None:
-        """The next module with weights beside it is handed nothing but zeros, and a gradient reaches it: a function
-        between the two makes them."""
+        """The next module with weights beside it is handed nothing but zeros, and a gradient reaches it. What lies
+        between the two makes them: a function, or an activation that is called several times or works in place."""
         rows = calls.get(then, {})
         argument, arrived = rows.get(SlotKind.ARGUMENT, []), _arrived(rows)
         beside, name = self._slots.module(then).name, self._slots.module(module).name

@@ -29,15 +29,16 @@ def stack(activation: nn.Module, bias: float = 0.0) -> nn.Sequential:
 
 
 class Functional(nn.Module):
-    """A function in place of a module."""
+    """A function in place of a module, or one that is called twice."""
 
-    def __init__(self, bias: float) -> None:
+    def __init__(self, bias: float, relu=functional.relu) -> None:
         super().__init__()
         self.fc1, self.fc2, self.fc3 = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.relu = relu
         nn.init.constant_(self.fc1.bias, bias)
 
     def forward(self, x):
-        return self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(x)))))
+        return self.fc3(self.relu(self.fc2(self.relu(self.fc1(x)))))
 
 
 def test_a_dead_activation_is_told_with_its_layer(watch, way):
@@ -56,9 +57,13 @@ def test_a_dead_activation_is_told_with_its_layer(watch, way):
 
 @pytest.mark.parametrize(
     ("model", "layer", "after"),
-    [(lambda: Functional(-100.0), "fc1", "fc2"), (lambda: stack(nn.ReLU(inplace=True), -100.0), "0", "2")],
+    [
+        (lambda: Functional(-100.0), "fc1", "fc2"),
+        (lambda: Functional(-100.0, nn.ReLU()), "fc1", "fc2"),
+        (lambda: stack(nn.ReLU(inplace=True), -100.0), "0", "2"),
+    ],
 )
-def test_a_function_that_is_dead_or_works_in_place(watch, way, model, layer, after):
+def test_a_dead_one_that_is_no_module_of_its_own(watch, model, layer, after):
     watched, model = watch(), model()
     train(model, sgd(model))
     (found,) = remarks(watched)
