@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -130,12 +131,15 @@ def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
         raise GpuwatchError(Code.NOT_RUNNING, _SILENT.format(run, _PATIENCE_S))
     model = TopModel()
     model.see(view)
-    for _ in range(_MORE):
+    until = time.monotonic() + ANSWER_S
+    for more in itertools.count(1):
         view = link.newest(_MORE_S)
         if view is not None:
             model.see(view)
-            if view.hot:  # agents report these modules once they hear that somebody watches
-                break
+        asks = view is not None and view.asks and time.monotonic() < until
+        # agents report the hottest modules once they hear that somebody watches
+        if not asks and ((view is not None and view.hot) or more >= _MORE):
+            break
     if form == "json":
         assert model.newest is not None
         of_ranks = {part: list(map(asdict, getattr(model.newest, part))) for part in ("ranks", "processes")}

@@ -41,6 +41,7 @@ from .stage_lines import StageLines
 from .store import RunStore
 from .views.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .views.publisher import ViewPublisher
+from .views.resting_ranks import RestingRanks
 from .views.snapshot import StacksRound, view_of
 from .waiting_lines import ClockLines, WaitingLines
 
@@ -139,6 +140,7 @@ class CollectorServer:
             except zmq.ZMQError as error:  # no port can be had, which costs the view alone
                 log(f"viewers cannot connect: {error}")
         self._stacks = StacksRound()
+        self._resting = RestingRanks()
         self._credit = -1
         self._pages = WaitingPages()
         self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
@@ -275,6 +277,7 @@ class CollectorServer:
         self._live.on_message(body)
         if isinstance(body, NodeBeat) and body.looks:
             self._stacks.on_message(body)
+            self._resting.on_message(body)
 
     def _write(self) -> None:
         """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
@@ -303,9 +306,12 @@ class CollectorServer:
     def _show(self, now: float) -> None:
         """Update viewers and the metrics endpoint. Agents hear when the first viewer arrives or the last one leaves."""
         if self._view is not None:
-            self._view.show(self._picture, now)
+            self._view.show(lambda: self._shown_picture(now), now)
             if self._view.topics:
                 self._show_stacks(self._view, now)
+            if self._view.has_viewers and self._resting.begins(now):
+                self._act(self._protocol.look_for_viewers())
+            self._resting.conclude(self._folded.as_it_stands(), now)
         if self.metrics is not None:
             self.metrics.show(lambda: (self._picture(), self._own_numbers()), now)
         looked_at = self.metrics is not None or (self._view is not None and self._view.has_viewers)
@@ -325,10 +331,13 @@ class CollectorServer:
     def _picture(self) -> JobView:
         verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
         kind = VerdictKind.OVERFLOW if verdict else ""
-        slow = self._live.stragglers.slow
-        return view_of(
-            facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, self._protocol.asking.last
-        )
+        slow, hang = self._live.stragglers.slow, self._resting.found or self._protocol.asking.last
+        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, hang)
+
+    def _shown_picture(self, now: float) -> JobView:
+        picture = self._picture()
+        self._resting.see(picture)
+        return structs.replace(picture, asks=True) if self._resting.asks(now) else picture
 
     def _own_numbers(self) -> OwnNumbers:
         from .views.metrics_endpoint import OwnNumbers

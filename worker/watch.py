@@ -30,7 +30,7 @@ from ..core.recorder.page_tables import PageTables
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
-from ..core.recorder.step_effects import StepEffects
+from ..core.recorder.step_findings import StepFindings
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import (
     Every,
@@ -148,11 +148,11 @@ def _messages(
     yield NameDefinitions(state.rank, state.attempt, defined)
     yield from map(EventMessage, happened)
     yield from held
-    effects = StepEffects()
-    effects.define(defined)
+    steps = StepFindings()
+    steps.define(defined)
     for page in held:
-        effects.add(page, PageTables(page), late=True)
-    yield from map(EventMessage, effects.events(state.rank, state.attempt))
+        steps.add(page, PageTables(page))
+    yield from map(EventMessage, steps.events(state.rank, state.attempt))
     last = held[-1].number if held else -1
     where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     failed = any(isinstance(event, ScriptError) for event in happened)

@@ -20,6 +20,7 @@ from ..facts.replicas import peers_of
 from ..facts.run_facts import RunFacts
 from ..report.run_figures import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
+from .flow_remarks import gradients_stopped, parts_unmoved
 from .step_remarks import gradients_zeroed, weights_unmoved
 from .timeline import forecasts_of, limit_text, passing_text
 
@@ -33,6 +34,9 @@ MENDS = {
     "module's backward.",
     Code.GRADIENTS_ZEROED: "",
     Code.WEIGHTS_UNMOVED: "",
+    Code.DEAD_ACTIVATION: "",
+    Code.GRADIENT_STOPPED: "",
+    Code.PARTS_UNMOVED: "",
     Code.GROWTH: "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or "
     "float32.",
     Code.NEAR_OVERFLOW: "Compute these modules in bfloat16 or float32, or keep their values from growing.",
@@ -58,6 +62,8 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         lambda: scaler_collapsing(ranks),
         lambda: gradients_zeroed(ranks),
         lambda: weights_unmoved(ranks),
+        lambda: gradients_stopped(ranks),
+        lambda: parts_unmoved(ranks),
         lambda: growth(ranks),
         lambda: infinite_losses(ranks),
         lambda: warned_rows(ranks),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy
 
 from ...core.errors import Code
+from ...core.events.across_ranks import ReplicaHashes
 from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
 from ...core.frames import module_text
 from ...core.values import DTYPE_MAX
@@ -39,7 +40,7 @@ _TOO_SMALL = (
 
 def gradients_zeroed(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """The optimizer got nothing but zeros, where the backward had made finite gradients that are not zero."""
-    found = {rank.rank: rank.zeroed_gradients for rank in _stepped(ranks)}
+    found = {rank.rank: rank.zeroed_gradients for rank in stepped_ranks(ranks)}
     if not found or not all(found.values()):
         return
     number, most = max(((rank, each) for rank in found for each in found[rank]), key=lambda entry: entry[1].batches)
@@ -78,7 +79,7 @@ def weights_unmoved(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """All weights of a root had the same numbers over many steps, with gradients that were not zero."""
     if any(rank.loose_parameters for rank in ranks):
         return  # it trains tensors of its own through a model that is not meant to move
-    found = {rank.rank: rank for rank in _stepped(ranks)}
+    found = {rank.rank: rank for rank in stepped_ranks(ranks)}
     roots = {each.where.root for rank in found.values() for each in rank.unmoved_weights}
     for label in sorted(roots):
         told = {n: each for n, rank in found.items() for each in rank.unmoved_weights if each.where.root == label}
@@ -108,11 +109,9 @@ def _hashes_are_same(rank: RankFacts, unmoved: UnmovedWeights) -> bool | None:
 
     Ranks hash them where there is a process group (worker/record/root_tensors.py).
     """
-    of_root = [each for each in rank.hashes if each.where.root == unmoved.where.root]
-    table = next((each.tensors for each in of_root if each.tensors), [])
-    samples = [each for each in of_root if len(each.hashes) == 4 * len(table)]
+    table, samples = hash_tables(rank, unmoved.where.root)
     weights = [place for place, line in enumerate(table) if line.startswith("w ")]
-    if len(weights) < unmoved.weights or len(samples) < 2 or len({each.table for each in of_root}) > 1:
+    if len(weights) < unmoved.weights or len(samples) < 2:
         return None
     hashes = numpy.stack([numpy.frombuffer(each.hashes, "<u4")[weights] for each in samples])
     if (hashes != hashes[0]).any():
@@ -121,6 +120,15 @@ def _hashes_are_same(rank: RankFacts, unmoved: UnmovedWeights) -> bool | None:
     return True if max(steps) - min(steps) >= unmoved.steps else None
 
 
-def _stepped(ranks: list[RankFacts]) -> list[RankFacts]:
+def hash_tables(rank: RankFacts, root: str) -> tuple[list[str], list[ReplicaHashes]]:
+    """(what was hashed of a root, the hashes over the steps); nothing if that has changed."""
+    of_root = [each for each in rank.hashes if each.where.root == root]
+    if len({each.table for each in of_root}) > 1:
+        return [], []
+    table = next((each.tensors for each in of_root if each.tensors), [])
+    return table, [each for each in of_root if len(each.hashes) == 4 * len(table)]
+
+
+def stepped_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
     """The ranks whose optimizer has stepped."""
     return [rank for rank in ranks if rank.counts.step > 0]

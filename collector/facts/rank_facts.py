@@ -11,6 +11,8 @@ from ...core.events.agent_events import (
     RankLook,
     SlowRankLooks,
     StepTimes,
+    StoppedGradient,
+    UnmovedParts,
     UnmovedWeights,
     WorkerExit,
     ZeroedGradients,
@@ -99,6 +101,8 @@ class RankFacts:
     """While it ran: modules that were about to pass their limit."""
     zeroed_gradients: list[ZeroedGradients] = field(default_factory=list)
     unmoved_weights: list[UnmovedWeights] = field(default_factory=list)
+    stopped_gradients: list[StoppedGradient] = field(default_factory=list)
+    unmoved_parts: list[UnmovedParts] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
 

@@ -133,7 +133,8 @@ class RunInsight(msgspec.Struct, frozen=True):
 
     kind: str
     """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_odd,
-    replica_drift, rank_unlike, gradients_zeroed, weights_unmoved; unknown: one of them failed"""
+    replica_drift, rank_unlike, gradients_zeroed, weights_unmoved, dead_activation, gradient_stopped, parts_unmoved;
+    unknown: one of them failed"""
     text: str
     """One sentence without its full stop."""
     next: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -268,7 +268,12 @@ class StacksRound:
             if self._asked_at is not None and (look.where.rank, look.where.attempt) in own:
                 self._looks[look.where.rank] = shown_body(look)
 
-    def conclude(self, ranks: set[int], now: float) -> list[RankLook] | None:
+    @property
+    def is_open(self) -> bool:
+        """Agents were asked, and may still answer."""
+        return self._asked_at is not None
+
+    def conclude(self, ranks: Set[int], now: float) -> list[RankLook] | None:
         """The looks, once all of these ranks were looked at or the time is over; else None."""
         if self._asked_at is None or (ranks - self._looks.keys() and now - self._asked_at < ANSWER_S):
             return None

@@ -183,6 +183,61 @@ class UnmovedWeights(RankEvent, frozen=True, tag="unmoved_weights"):
     """The optimizer that stepped has these weights, or one of them."""
 
 
+class StoppedGradient(RankEvent, frozen=True, tag="stopped_gradient"):
+    """A gradient reached an activation and none passed it, in many batches up to the last. `where`: the first of them.
+
+    So the weights of the module in front of it got gradients that were exactly zero (core/recorder/gradient_stops.py).
+    """
+
+    batches: int
+    """In how many of those that were read."""
+    last: int
+    """The last one."""
+    module: str
+    """The one whose weights got nothing."""
+    cls: str
+    activation: str
+    """What it handed its output to; "" if that is no module of its own: a function, or one that is called again."""
+    activation_cls: str
+    behind: str
+    """Then: the next module, which was handed nothing but zeros."""
+    behind_cls: str
+    given: float
+    """abs max of what the module returned, in the last one;"""
+    least: float = 0.0
+    """of what the activation made of it, abs min"""
+    most: float = 0.0
+    """and abs max, in all of them."""
+    arrived: float = 0.0
+    """abs max of the gradient that reached the activation, or the module behind it."""
+
+
+class UnmovedParts(RankEvent, frozen=True, tag="unmoved_parts"):
+    """Weights that many steps have left as they were, with gradients, while each moved others. `where`: the first."""
+
+    batches: int
+    """With such a step, of those that were read: the fewest of any of these weights."""
+    last: int
+    """The last one."""
+    moved: int
+    """How many weights have moved."""
+    names: list[str]
+    """`fc1.weight`: those that have not. From here on the first of them."""
+    dtype: str
+    abs_max: float
+    gradient: float
+    """abs max of its gradient that a step was handed, in all these batches."""
+
+
 AgentEvent = (
-    WorkerExit | RankStall | RankLook | SlowRankLooks | StepTimes | LimitForecast | ZeroedGradients | UnmovedWeights
+    WorkerExit
+    | RankStall
+    | RankLook
+    | SlowRankLooks
+    | StepTimes
+    | LimitForecast
+    | ZeroedGradients
+    | UnmovedWeights
+    | StoppedGradient
+    | UnmovedParts
 )

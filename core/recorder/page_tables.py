@@ -226,6 +226,11 @@ class PageTables:
         """Which rows have numbers that are still on their way from a device; it says nothing of a row without value."""
         return self.metas & _ENCODING == PENDING
 
+    @property
+    def lacks_numbers(self) -> bool:
+        """Whether numbers of any of its rows are still on their way from a device."""
+        return bool((self.has_value & self.is_pending).any())
+
     @cached_property
     def metas(self) -> Any:
         """`meta` of the value of each row; it says nothing where that is not there."""

@@ -128,18 +128,18 @@ class StepEffects:
             elif isinstance(entry, ShapeDef):
                 self._sizes[entry.id] = math.prod(entry.dims)
 
-    def add(self, message: PageMessage, page: PageTables, *, late: bool = False) -> bool:
-        """Read one page. False if numbers of it are still on their way, and it is to be read again; not if `late`."""
+    def add(self, message: PageMessage, page: PageTables) -> None:
+        """Read one page. One whose numbers are still on their way says nothing."""
         kinds = self._kinds.of(page.rows["slot"])
         is_gradient = kinds == _GRADIENT
         if not is_gradient.any() or not numpy.isin(page.frames["module"], self._whole).any():
-            return True
+            return
         is_measured = page.has_value
         if ((kinds != _OTHER) & is_measured & page.is_pending).any():
-            return late
+            return
         is_unknown = is_gradient & ~is_measured & (page.rows["kind"] != RowKind.EMPTY.number)
         if is_unknown.any() or (is_gradient & (page.rows["mark"] & RowMark.REHEARSED != 0)).any():
-            return True
+            return
         root = self._roots.setdefault(message.root, _RootSteps())
         handed = is_gradient & is_measured & page.rows_of(FramePhase.COLLECTIVE)
         stepped = (kinds == _WEIGHT) & is_measured & page.rows_of(FramePhase.OPTIMIZER)
@@ -154,7 +154,6 @@ class StepEffects:
         if not self._has_moved and self._are_the_same(root, _rows(page, (kinds == _WEIGHT) & is_measured)):
             self._count(root, message, {row.slot: row for row in _rows(page, made | handed)}, _rows(page, stepped))
         root.with_gradient.update(page.rows["slot"][made].tolist())
-        return True
 
     def events(self, rank: int, attempt: int) -> Iterator[ZeroedGradients | UnmovedWeights]:
         """What was found so far."""

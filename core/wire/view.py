@@ -147,6 +147,8 @@ class JobView(msgspec.Struct, frozen=True):
     """The last finding about ranks that rest, in this attempt. They may have gone on since."""
     hang_ranks: list[int] = []
     """Those that the others wait for."""
+    asks: bool = False
+    """No rank moves, and all are being asked where they are: a later picture tells who waits for whom."""
 
 
 STACKS, STACKS_WORD_BYTES = b"stacks:", 8

@@ -9,7 +9,13 @@ from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.stage_lines import StageLines
-from gpuwatch.core.events.agent_events import LimitForecast, UnmovedWeights, ZeroedGradients
+from gpuwatch.core.events.agent_events import (
+    LimitForecast,
+    StoppedGradient,
+    UnmovedParts,
+    UnmovedWeights,
+    ZeroedGradients,
+)
 from gpuwatch.core.events.alarms import IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.events.node_events import GpuCounters, GpuHealth, GpuXid, NodeSignal
 from gpuwatch.core.events.own_limits import OwnFault
@@ -33,6 +39,8 @@ def wires(make) -> list[bytes]:
         LimitForecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
         ZeroedGradients(place, 2, 20, 9, "up", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19),
         UnmovedWeights(place, 16, 40, 2, "up", "Linear", "weight", "float32", 0.5, 0.001),
+        StoppedGradient(place, 16, 40, "up", "Linear", "act", "ReLU", "", "", 102.0, 0.0, 0.0, 0.25),
+        UnmovedParts(place, 40, 52, 3, ["up.weight"], "float32", 0.5, 0.01),
         BandwidthRows(place, []),
         PreflightResult(place, "ok", findings=[make.found("compute")]),
         NodeSignal(15, 5),

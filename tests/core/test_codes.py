@@ -36,6 +36,9 @@ GW209 scaler_too_small
 GW210 underflow
 GW211 gradients_zeroed
 GW212 weights_unmoved
+GW213 dead_activation
+GW214 gradient_stopped
+GW215 parts_unmoved
 GW221 straggler
 GW222 node_figure
 GW231 scaler_skips

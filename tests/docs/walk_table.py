@@ -116,6 +116,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/schedulers.md", "#!/bin/bash*", CLUSTER),
     ("docs/schedulers.md", "*ssh -tt*", NODES),
     ("docs/schedulers.md", "gpuwatch launch --rdzv-backend *", KUBERNETES),
+    ("docs/schedulers.md", "docker *", "needs a builder of images: tests/test_dockerfile.py"),
     ("docs/schedulers.md", "torchx *", CLUSTER),
     ("docs/slurm.md", "gpuwatch submit --nodes *", CLUSTER),
     ("docs/slurm.md", "sbatch *", CLUSTER),
