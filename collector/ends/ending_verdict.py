@@ -195,7 +195,7 @@ def _after_the_signal(facts: RunFacts, rank: RankFacts, time_ns: int) -> bool:
 
 
 def _certainty(endings: ExitOrder) -> Certainty:
-    if endings.first is not None and endings.first.was_aborted:
+    if endings.first is not None and endings.first.was_aborted and endings.first.error is None:
         exit_ = endings.first.exit
         if exit_ is not None and (exit_.main or not exit_.stack):  # by a thread that is not the script's
             return Certainty.SUPPORTED

@@ -174,6 +174,12 @@ def test_all_that_ended_are_told_the_first_one_first():
     assert [(rank.rank, ns) for rank, ns in found.later] == [(1, S // 2)]
 
 
+def test_an_abort_at_the_exit_of_a_rank_that_has_raised_makes_that_no_less_sure():
+    """pytorch/pytorch#179291: it comes after the exception."""
+    verdict = judged(replace(RAISES, code=-6), LOST_ITS_PEER)
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "established")
+
+
 def test_what_a_script_said_is_its_end_though_its_launcher_cuts_its_teardown_short():
     """Rank 1 called sys.exit, and rank 0 lost it and was aborted: torchrun then sent SIGTERM to rank 1."""
     exited = End(left_with=1, code=-15, by="torchrun", clock={"0": 4}, at_s=1.0)

@@ -35,7 +35,6 @@ def launch(folder, way, *options, **environment):
         ("ddp", {}),
         ("reduce", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
         ("wait", BLOCKING),
-        ("barrier", BLOCKING),
     ],
 )
 def test_who_did_not_come_is_named_where_the_timeout_ends_the_rank_that_waited(tmp_path, way, environment):
@@ -48,8 +47,8 @@ def test_who_did_not_come_is_named_where_the_timeout_ends_the_rank_that_waited(t
     assert ("DistBackendError" in str(waited["error"])) == (environment == BLOCKING)
 
 
-def test_where_the_watchdog_only_reports_the_limit_of_gpuwatch_ends_the_job(tmp_path):
-    options = ("--hang-timeout", "8")
+def test_where_the_watchdog_only_reports_the_limit_of_gpuwatch_counts(tmp_path):
+    options = ("--hang-timeout", "8", "--on-hang", "abort")
     verdict, _, said = launch(tmp_path, "reduce", *options, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 
     assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said

@@ -32,8 +32,6 @@ def main(way, timeout_s):
         elsewhere()
     if way == "wait":
         dist.all_reduce(x, async_op=True).wait()
-    elif way == "barrier":
-        dist.barrier()
     elif way == "ddp":
         model(x).sum().backward()
     elif way == "reduce":
