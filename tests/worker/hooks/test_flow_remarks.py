@@ -118,7 +118,8 @@ class Experts(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.first, self.other, self.head = way, stack(nn.ReLU()), stack(nn.ReLU()), nn.Linear(4, 4)
+        self.way, self.first, self.head = way, stack(nn.ReLU()), nn.Linear(4, 4)
+        self.other = stack(nn.ReLU(), -0.01)  # of zeros its activation makes zeros
 
     def forward(self, x):
         given = {"weighed": x, "masked": x * 0, "none": x[:0]}[self.way]
