@@ -59,10 +59,11 @@ def bad_rows(arguments: list[tuple[str, Any]]) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for role, leaf in arguments:
-        if _is_read(leaf) and leaf.dim() and len(leaf) > 1:
-            rows = leaf.detach().reshape(len(leaf), -1)
+        plain = to_plain(leaf) if _is_read(leaf) else None
+        if plain is not None and plain.dim() and len(plain) > 1 and len(plain) == len(leaf):
+            rows = plain.detach().reshape(len(plain), -1)
             indices = (rows.isnan() | (rows == math.inf)).any(1).nonzero().flatten().tolist()
-            if 0 < len(indices) < len(leaf) and len(indices) <= _MOST_ROWS:
+            if 0 < len(indices) < len(plain) and len(indices) <= _MOST_ROWS:
                 found[role] = indices
     return found
 
