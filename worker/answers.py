@@ -14,12 +14,22 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ..core.guest.own_files import OwnDescriptor, write_whole
-from ..core.recorder.stalls import MAY_BE_ASKED, asking_signal, file_of, pipe_of, stack_file_name
+from ..core.recorder.stalls import (
+    MAY_BE_ASKED,
+    AskingSignals,
+    asking_signals,
+    file_of,
+    pipe_of,
+    stack_file_name,
+    stack_text,
+)
 from ..core.signal_errors import suppress_own
 from ..core.torch_names import Release
 from .patches import PatchLedger
@@ -31,21 +41,22 @@ _answering: _StackFile | None = None
 def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
     """Register the handlers; their file stays open. Raises OSError if the file cannot be made.
 
-    Only the main thread's stack is written, since the signal interrupts it: another thread's could change meanwhile.
-    If the signal already has a handler, or the script sets one later, that handler stays and the agent does not ask. A
-    faulthandler that is already enabled stays, too. The effect of a fatal signal on the process does not change. If the
-    limit of open files leaves no number that is out of the script's reach, there is no answer.
+    Only the main thread's stack is written, since the signals interrupt it: another thread's could change meanwhile. If
+    a signal already has a handler, or the script sets one later, that handler stays and the agent does not ask. A
+    faulthandler that is already enabled stays, too. The effect of a fatal signal on the process does not change. There
+    is no answer if the limit of open files leaves no number that is out of the script's reach, or if another thread
+    than the main one calls this: it may set no handler.
     """
     global _answering
-    number = asking_signal()
-    if number is None or signal.getsignal(number) is not signal.SIG_DFL:
+    signals = asking_signals() if threading.current_thread() is threading.main_thread() else None
+    if signals is None or any(signal.getsignal(number) is not signal.SIG_DFL for number in signals):
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     file = OwnDescriptor(folder / stack_file_name(rank, attempt), flags)
     if not file.is_out_of_reach:
         file.close()
         return
-    _answering = _StackFile(file, number)
+    _answering = _StackFile(file, signals)
     os.register_at_fork(after_in_child=look_at_stack_file)
 
 
@@ -58,11 +69,14 @@ def look_at_stack_file() -> None:
 class _StackFile:
     """The handlers that write into it."""
 
-    def __init__(self, file: OwnDescriptor, number: int) -> None:
+    def __init__(self, file: OwnDescriptor, signals: AskingSignals) -> None:
         self.file = file
-        self._number = number
-        faulthandler.register(number, file=file.number, all_threads=False, chain=False)
-        _give_way(number, file.path)
+        self._signals = signals
+        signal.signal(signals.in_python, answer_in_python)
+        # a system call that it interrupts goes on by itself, as with faulthandler's (man 7 signal)
+        signal.siginterrupt(signals.in_python, False)
+        faulthandler.register(signals.in_c, file=file.number, all_threads=False, chain=False)
+        _give_way(signals, file.path)
         self._is_enabled = not faulthandler.is_enabled()
         if self._is_enabled:
             # a watchdog's thread has no Python frame: what the main thread waits in says more
@@ -71,20 +85,32 @@ class _StackFile:
     def release(self) -> None:
         """Stop writing, and forbid the agent to ask: without a handler, the signal would end the process."""
         global _answering
-        _answering = None
+        _answering = None  # the handler in Python stays, and does nothing
         _ask_no_more(self.file.path)
-        faulthandler.unregister(self._number)
+        faulthandler.unregister(self._signals.in_c)
         if self._is_enabled:
             faulthandler.disable()
 
 
-def _give_way(number: int, path: Path) -> None:
-    """Mark in the file's permissions that the script has set its own handler for the signal."""
+def answer_in_python(number: int, frame: FrameType | None) -> None:
+    """The handler in Python. `frame` is what it interrupts."""
+    # in a function of its own: what is raised within the handler itself counts as the script's (core/signal_errors.py)
+    _write(frame)
+
+
+def _write(frame: FrameType | None) -> None:
+    with suppress_own(Exception):
+        if _answering is not None and _answering.file.is_ours:
+            os.write(_answering.file.number, stack_text(frame).encode("utf-8", "backslashreplace"))
+
+
+def _give_way(signals: AskingSignals, path: Path) -> None:
+    """Mark in the file's permissions that the script has set its own handler for one of the signals."""
 
     def around(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def set_handler(signalnum: Any, handler: Any) -> Any:
-            if signalnum == number:
+            if signalnum in signals:
                 _ask_no_more(path)
             return before(signalnum, handler)
 

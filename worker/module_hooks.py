@@ -15,6 +15,7 @@ from ..core.judge import WarningLimits
 from ..core.recorder.layout import NOTHING, HeadField, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
+from .answers import answer_in_python
 from .compile.attach import CompiledRegions, apart_from_dynamo
 from .device.device import without_modes
 from .device.graph_replays import GraphReplays
@@ -143,7 +144,8 @@ class ModuleHooks:
             named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             inner = self._backwards.begins, self._backwards.record
-            self._graphs.attach((*called, *self._gradients.hooks, *inner), around=(self._backwards.run,))
+            alone: tuple[Callable[..., Any], ...] = (*called, *self._gradients.hooks, *inner, answer_in_python)
+            self._graphs.attach(alone, around=(self._backwards.run,))
             self._patches.at_undo(self._graphs.detach)
         self._replays.attach(self._patches)
         self._loaders.attach(self._patches)

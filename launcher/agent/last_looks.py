@@ -20,7 +20,7 @@ _TURN_S = 0.1
 
 
 def last_looks(folder: Path, attempt: int, pids: Mapping[int, int]) -> dict[int, LastLook]:
-    """Ask these ranks (rank -> process id) and wait for their answers, 0.2 s if all of them answer, at most LOOK_S.
+    """Ask these ranks (rank -> process id) and wait for their answers, 0.3 s if all of them answer, at most LOOK_S.
 
     Not those whose scripts have ended: they take themselves down.
     """
@@ -32,6 +32,8 @@ def last_looks(folder: Path, attempt: int, pids: Mapping[int, int]) -> dict[int,
     while looks and now - began < LOOK_S:
         time.sleep(_TURN_S)
         now, before = time.monotonic(), sizes
+        for look in looks.values():
+            look.ask_again(now)
         sizes = [look.size for look in looks.values() if look.was_asked]
         if all(sizes) and sizes == before:  # whole, too
             break

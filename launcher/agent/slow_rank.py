@@ -67,7 +67,7 @@ MOST_LOOKS = 60
 """In a run, at all ranks of this node."""
 EVERY_S = 1.0
 """At the most often. Up to half as long again, drawn, so that a step of one second is not always seen at one place."""
-ANSWER_S = 0.2
+ANSWER_S = 0.3
 _TOLD_EACH = 10
 _MOST_LINES = 8
 

@@ -194,6 +194,8 @@ def _place(thread: _ThreadStack) -> str:
 
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""
+IN_C_S = 0.05
+"""A main thread that has had the processor for so long, or sleeps so long after it was asked, runs no Python."""
 _MOST_BYTES = 64 << 10
 _MOST_FATAL_BYTES = 1 << 20
 """Of all threads: faulthandler writes 100 of them, with 100 calls each."""
@@ -210,17 +212,24 @@ class StackLook:
         self._pid = pid
         self._began = now
         self._ticks = _stat(pid)[1]
+        self._main_ticks = _stat(pid, main=True)[1]
+        self._again: float | None = None
+        """When it was asked by the signal that is for code in C."""
         self._size = _size(self._file)
         self._busy: float | None = None
         """Share of one core, once the process has had its time to answer."""
         self._answer: list[StackLine] = []
         self.spy: PySpy | None = None
         """It is at work for this look."""
-        self.was_asked = _ask(pid, self._file)
+        self._signals = _signals(pid, self._file)
+        self.was_asked = self._signals is not None
+        if self._signals is not None:
+            _send(pid, self._signals.in_python)
 
     def is_due(self, now: float, *, may_spy: bool = True, look_s: float = LOOK_S) -> bool:
         """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
-        if now - self._began < look_s:
+        self.ask_again(now)
+        if now - self._began < look_s or (self._again is not None and now - self._again < IN_C_S):
             return False
         if self._busy is None:
             state, ticks = _stat(self._pid)
@@ -230,6 +239,20 @@ class StackLook:
             if not self._answer and may_spy:
                 self.spy = PySpy(self._pid, state, now)
         return self.spy is None or self.spy.is_done(now)
+
+    def ask_again(self, now: float) -> None:
+        """Ask a rank whose main thread is in code in C, and so has not come to the handler in Python.
+
+        Not one that may run Python: see core/recorder/stalls.py. One that was stopped meanwhile, or has had no
+        processor, may.
+        """
+        if self._signals is None or self._again is not None or now - self._began < IN_C_S or self.size:
+            return
+        state, ticks = _stat(self._pid, main=True)
+        spent_s = (ticks - self._main_ticks) / os.sysconf("SC_CLK_TCK")
+        if (state in ("S", "D") or spent_s >= IN_C_S) and _signals(self._pid, self._file) is not None:
+            self._again = now
+            _send(self._pid, self._signals.in_c)
 
     @property
     def size(self) -> int:
@@ -272,21 +295,25 @@ def _read_from(file: Path, start: int, most: int = _MOST_BYTES) -> tuple[str, in
     return "", 0
 
 
-def _ask(pid: int, file: Path) -> bool:
-    """Signal the main thread, if the process has our handler: without one, the signal would end it."""
-    number = stalls.asking_signal()
-    if number is None or not _is_ours(file) or not _catches(pid, number):
-        return False
+def _signals(pid: int, file: Path) -> stalls.AskingSignals | None:
+    """The signals, if the process has our handlers: without them, a signal would end it."""
+    signals = stalls.asking_signals()
+    if signals is None or not _is_ours(file) or not all(_catches(pid, number) for number in signals):
+        return None
+    return signals
+
+
+def _send(pid: int, number: int) -> None:
+    """Signal the main thread, which has the process's own number."""
     try:
-        ctypes.CDLL(None).tgkill(pid, pid, number)  # its main thread has the process's own number
+        ctypes.CDLL(None).tgkill(pid, pid, number)
     except AttributeError:  # another C library than glibc, or one before 2.30
         with suppress(OSError):
             os.kill(pid, number)
-    return True
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the handler is that of worker/answers.py. Another one could end the process."""
+    """Whether the handlers are those of worker/answers.py. Another one could end the process."""
     with suppress(OSError):
         return bool(file.stat().st_mode & stalls.MAY_BE_ASKED)
     return False
@@ -301,10 +328,13 @@ def _catches(pid: int, number: int) -> bool:
     return False
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """(state, clock ticks used) of a process; ("", 0) if it cannot be read. (man 5 proc, /proc/PID/stat)"""
+def _stat(pid: int, *, main: bool = False) -> tuple[str, int]:
+    """(state, clock ticks used) of a process, or of its main thread; ("", 0) if it cannot be read.
+
+    (man 5 proc, /proc/PID/stat; the state of a process is that of its main thread)
+    """
     with suppress(OSError, ValueError, IndexError):
-        fields = stat_fields(Path(f"/proc/{pid}"))
+        fields = stat_fields(Path(f"/proc/{pid}/task/{pid}" if main else f"/proc/{pid}"))
         return fields[0], int(fields[11]) + int(fields[12])
     return "", 0
 

@@ -70,7 +70,8 @@ def test_a_handler_may_evaluate_and_save_within_any_hook(bench, without_c):
 def test_a_thousand_of_them(bench, place, without_c, late):
     found = signalled(bench, "--places", place, "--signals", "1000", *without_c, *late)
     check(found, [place], 1000)
-    assert found["in gpuwatch"] > 10
+    in_c = place == "collective" and not late and not without_c  # what stands around it then has no Python
+    assert in_c or found["in gpuwatch"] > 10
 
 
 @pytest.mark.slow

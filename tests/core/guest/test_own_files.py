@@ -66,6 +66,7 @@ os.dup2(files[0].fileno(), number)
     [
         (f"session = watch(); {CLOSES}{DIES}", -11),
         (f"session = watch(); {CLOSES}os.kill(os.getpid(), signal.SIGRTMAX - 3)", 0),
+        (f"session = watch(); {CLOSES}os.kill(os.getpid(), signal.SIGRTMAX - 4)", 0),
         (f"session = watch(); {CLOSES}signal.signal(signal.SIGRTMAX - 3, print); look()", 0),
         (f"session = watch(); {CLOSES}session.recorder.close(); look()", 0),
         (f"session = watch(); {CLOSES}del session; sessions._current = None; gc.collect(); look()", 0),
@@ -74,7 +75,18 @@ os.dup2(files[0].fileno(), number)
         (own_number(f"child = os.fork()\nif not child: {DIES}\nprint(os.waitpid(child, 0)[1] & 127)"), 0),
         ("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); session = watch(); " + CLOSES + DIES, -11),
     ],
-    ids=["dies", "is asked", "has a handler", "closes", "collects", "reader", "same number", "fork", "few files"],
+    ids=[
+        "dies",
+        "is asked in C",
+        "is asked",
+        "has a handler",
+        "closes",
+        "collects",
+        "reader",
+        "same number",
+        "fork",
+        "few files",
+    ],
 )
 def test_nothing_of_ours_reaches_a_file_of_the_script(tmp_path, script, code):
     done = ran(tmp_path, script)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.recorder.stalls import stack_file_name
+from gpuwatch.core.recorder.stalls import asking_signals, stack_file_name
 from gpuwatch.launcher.agent import stacks as py_spy
 from gpuwatch.launcher.agent.last_looks import last_looks
 from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
@@ -17,7 +17,7 @@ from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
 from ...waiting import until
 
 SCRIPT = """
-import sys, time
+import ctypes, itertools, marshal, sys, time
 from pathlib import Path
 if sys.argv[2] == "answers":
     from gpuwatch.worker.answers import answer_with_stacks
@@ -33,7 +33,24 @@ def compute():
     print("computing", flush=True)
     while True:
         pass
-{"computes": compute}.get(sys.argv[3], rest)()
+def compute_in_c():
+    print("computing", flush=True)
+    sum(itertools.repeat(1, 1 << 62))
+def wait_in_c():
+    semaphore = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).sem_init(semaphore, 0, 0)
+    print("waiting", flush=True)
+    ctypes.CDLL(None).sem_wait(semaphore)
+def run_new_code():
+    text = "\\n".join(f"def f{n}(a, b={n}): return a + b + {n}.5" for n in range(60))
+    code = marshal.dumps(compile(text, "new", "exec"))
+    print("running", flush=True)
+    while True:
+        exec(marshal.loads(code), {})
+WAYS = {
+    "computes": compute, "computes in C": compute_in_c, "waits in C": wait_in_c, "runs new code": run_new_code
+}
+WAYS.get(sys.argv[3], rest)()
 """
 
 
@@ -97,14 +114,62 @@ def test_the_last_look_at_a_node_has_the_stack_of_each_rank_that_answers(tmp_pat
     assert last_looks(tmp_path, 1, {}) == {}
 
 
+@pytest.fixture
+def signals(monkeypatch):
+    """What was sent, in order."""
+    sent, send = [], py_spy._send
+    monkeypatch.setattr(py_spy, "_send", lambda pid, number: (sent.append(number), send(pid, number)))
+    return sent
+
+
 @pytest.mark.slow
-def test_a_rank_that_computes_is_busy_and_goes_on(tmp_path, started):
-    process = started("answers", "computes")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("how", "function", "is_in_c"),
+    [
+        ("computes", "compute", False),
+        ("runs new code", "run_new_code", False),
+        ("computes in C", "compute_in_c", True),
+        ("waits in C", "wait_in_c", True),
+    ],
+)
+def test_a_rank_that_does_not_sleep_tells_its_stack_and_goes_on(tmp_path, started, signals, how, function, is_in_c):
+    """faulthandler is asked of the one in C alone."""
+    process = started("answers", how)
+    if is_in_c:  # it says so just before
+        begun = py_spy._stat(process.pid)[1]
+        until(lambda: state(process) == "S" or py_spy._stat(process.pid)[1] > begun + 5, "it is in C", lambda: begun)
     found = seen(tmp_path, process.pid)
 
-    assert found.stack[0].function == "compute"
-    assert found.busy > 0
+    assert function in [line.function for line in found.stack]
+    assert (found.busy > 0) == (how != "waits in C")
+    in_python, in_c = asking_signals()
+    assert signals == ([in_python, in_c] if is_in_c else [in_python])
     assert process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_a_rank_that_runs_python_may_be_asked_at_any_time(tmp_path, started):
+    """faulthandler ends it, from CPython 3.11 on, after some thousands of signals."""
+    process = started("answers", "runs new code")
+    file = tmp_path / stack_file_name(3, 1)
+    for number in range(1, 3001):
+        look = StackLook(tmp_path, 3, 1, process.pid, time.monotonic())
+        until(lambda look=look: look.size > 0 or process.poll() is not None, f"answer {number}", lambda: process.poll())
+        assert process.poll() is None
+    assert file.read_text().count("most recent call first") >= 3000
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_is_not_asked_by_faulthandler(tmp_path, started, signals):
+    """It may be anywhere in Python."""
+    process = started("answers", "runs new code")
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: state(process) == "T", "it is stopped", lambda: state(process))
+    seen(tmp_path, process.pid)
+
+    assert signals == [asking_signals().in_python]
 
 
 @pytest.mark.slow

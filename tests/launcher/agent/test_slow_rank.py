@@ -130,7 +130,7 @@ def test_it_is_not_looked_at_while_it_waits_or_does_not_train(node):
 def test_it_is_asked_once_a_second_at_most_and_so_often_in_all(node):
     node.slow.ask(SLOW)
     assert node.looks()
-    node.now += 0.5
+    node.now += 0.3
     assert not node.looks()
     asked = 1
     for _ in range(2 * MOST_LOOKS):
