@@ -13,7 +13,7 @@ from .oracle import Oracle
 from .schedule import AROUND, AT_THE_START, HARMLESS, IN_A_CALL, Schedule, is_drawn
 from .world import World
 
-QUICK = 250
+QUICK = 160
 BLOCK = 1000
 BLOCKS = 100
 

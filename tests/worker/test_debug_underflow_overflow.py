@@ -111,6 +111,7 @@ def t5_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_frames_of_t5_are_theirs_number_for_number(both, dtype):
     def train_one_batch(debug_class):

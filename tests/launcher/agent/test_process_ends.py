@@ -8,6 +8,8 @@ import time
 import pytest
 from gpuwatch.launcher.agent.process_ends import ProcessEnds
 
+from ...waiting import until
+
 WAITS = [sys.executable, "-S", "-c", "input()"]
 
 
@@ -44,14 +46,18 @@ def test_each_end_has_its_time_in_the_order_of_the_ends(ends):
 def test_what_a_process_had_in_memory_is_known_after_its_end(ends):
     child = subprocess.Popen(WAITS, stdin=subprocess.PIPE)
     ends.watch((0, 0), child.pid)
-    ends.poll()
-    before = ends.resident((0, 0))
+
+    def resident():
+        ends.poll()
+        return ends.resident((0, 0))
+
+    before = until(lambda: resident() > 1 << 20 and resident(), "its program is loaded", resident)
     child.kill()
     wait(ends)
     ends.poll()
     child.wait()
     child.stdin.close()
-    assert 1 << 20 < before <= ends.resident((0, 0)) < 1 << 30
+    assert before <= ends.resident((0, 0)) < 1 << 30
     assert ends.resident((1, 0)) == 0
 
 

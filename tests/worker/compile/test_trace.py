@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
-    pytest.mark.quick_here(3),
+    pytest.mark.quick_here(2),
     pytest.mark.skipif(not compiled_views().gradients, reason=compiled_views().missing),
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch, where it goes on after a break

@@ -17,8 +17,6 @@ from gpuwatch.worker.hooks import process_groups as hooks
 
 from ...forks import Forks
 
-pytestmark = pytest.mark.quick_here(5)
-
 ADJUSTED_NS = 10_000_000
 """How far a host's own clock may be adjusted during a test."""
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
@@ -149,8 +147,9 @@ show("after")
         assert rank in (0, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @BOTH
-@pytest.mark.quick(1)
 def test_an_operation_has_the_time_of_its_beginning_and_of_its_end(both):
     """By the host's own clock. No end is seen of what nobody has waited for."""
     shown = both(
@@ -351,8 +350,9 @@ faults.clear()
     )
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @BOTH
-@pytest.mark.quick(1)
 def test_calls_with_names_and_without_options_are_counted_and_no_fault(both):
     shown = both(
         """
@@ -367,8 +367,9 @@ show("all")
     assert [found["all"][0]["begun"] for found in shown] == [3, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @BOTH
-@pytest.mark.quick(1)
 def test_an_error_of_ours_goes_no_further_and_nothing_half_true_is_shown(both):
     """A new group is entered by Python, whoever writes its operations."""
     shown = both(
@@ -387,6 +388,8 @@ show("after")
     assert [found["after"] for found in shown] == [[], []]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_a_forked_process_shows_nothing_and_leaves_its_parents_table(both):
     shown = both(
         """
@@ -405,6 +408,8 @@ show("detached")
     assert shown[0]["detached"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_a_traceback_of_a_collective_has_no_line_of_ours(both):
     shown = both(
         """
@@ -518,6 +523,8 @@ assert len(faults) == 1 and "closed" in faults.pop(), faults
     )
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_dtypes_and_sizes_are_the_same_from_c_and_from_python(both):
     shown = both(
         """
@@ -760,6 +767,8 @@ shown["groups"] = [msgspec.to_builtins(group) for group in told.groups()]
         assert [(group["begun"], group["ended"], group["phase"]) for group in rank["groups"]] == [(1, 0, "none")]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not hasattr(torch.distributed.ProcessGroup, "new_window"), reason="torch has no windows")
 def test_a_window_is_a_collective_of_all_members(both):
     """That of gloo raises."""

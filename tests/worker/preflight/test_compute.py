@@ -47,6 +47,8 @@ def test_a_rank_that_computes_another_matmul_is_named(run_ranks):
     assert finding.sentence.startswith("rank 1 on node-0 gets a different matmul result")
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_a_rank_that_contradicts_itself_needs_no_other(run_ranks):
     (outcome,) = run_ranks("compute", [0], {0: "now and then"}).values()
 
@@ -54,6 +56,8 @@ def test_a_rank_that_contradicts_itself_needs_no_other(run_ranks):
     assert "gave different bits when it was repeated (1 of 589824 numbers differ, repetition 1)" in outcome["detail"]
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_a_slow_rank_is_named(run_ranks):
     found = slow_devices(results_of(run_ranks("compute", [0, 1, 2], {2: "slow"})), HOSTS, factor=4.0)
 
