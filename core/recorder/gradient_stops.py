@@ -13,15 +13,15 @@ zero, a term of the loss that is met. There none reaches the activation. A weigh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
+from msgspec.structs import replace
 
 from ..events.agent_events import StoppedGradient
-from ..events.definitions import Definition
 from ..events.run_position import RunPosition
 from ..frames import FramePhase, RowMark
 from ..values import decode
@@ -80,14 +80,10 @@ class _StoppedLayer:
 class GradientStops:
     """The gradients of one rank. It is fed with pages that are over, in any order."""
 
-    def __init__(self) -> None:
-        self._slots = SlotOwners()
+    def __init__(self, slots: SlotOwners) -> None:
+        self._slots = slots
         self._found: dict[int, _StoppedLayer] = {}
         """By the module with the weights."""
-
-    def define(self, entries: Iterable[Definition]) -> None:
-        """New definitions of the rank."""
-        self._slots.define(entries)
 
     def add(self, message: PageMessage, page: PageTables) -> None:
         """Read one page. One whose numbers are still on their way says nothing."""
@@ -122,8 +118,8 @@ class GradientStops:
                 told += 1
                 first, step = batches[0]
                 where = RunPosition(rank, attempt, step, first, layer.last.where.root)
-                numbers = layer.least, layer.most, layer.arrived
-                yield _with(layer.last, where, len(batches), batches[-1][0], *numbers)
+                numbers = {"least": layer.least, "most": layer.most, "arrived": layer.arrived}
+                yield replace(layer.last, where=where, batches=len(batches), last=batches[-1][0], **numbers)
 
     def _rows(self, page: PageTables, kinds: Any, owners: Any, chosen: Any) -> dict[int, dict[int, list[_CallRow]]]:
         """Module -> kind -> rows, in their order in the page."""
@@ -227,12 +223,3 @@ def _arrived(rows: dict[int, list[_CallRow]]) -> float:
     """The largest gradient of what a module returned; 0 if there is none, or one that is not finite."""
     gradients = rows.get(SlotKind.GRAD_OUTPUT, [])
     return max((row.abs_max for row in gradients), default=0.0) if not any(row.flags for row in gradients) else 0.0
-
-
-def _with(
-    stopped: StoppedGradient, where: RunPosition, batches: int, last: int, least: float, most: float, arrived: float
-) -> StoppedGradient:
-    return StoppedGradient(
-        *(where, batches, last, stopped.module, stopped.cls, stopped.activation, stopped.activation_cls),
-        *(stopped.behind, stopped.behind_cls, stopped.given, least, most, arrived),
-    )

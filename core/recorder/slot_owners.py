@@ -40,9 +40,13 @@ class SlotOwners:
     def __init__(self) -> None:
         self._kinds = SlotTable(SlotKind.OTHER, numpy.uint8)
         self._owners = SlotTable(_NO_MODULE, numpy.int64)
-        self._gradients: dict[tuple[int, str], int] = {}
-        self._weights: dict[int, tuple[int, str]] = {}
+        self._parameters: dict[int, SlotDef] = {}
+        """Of weights and of their gradients."""
+        self._slots: dict[tuple[int, SlotKind, str], int] = {}
+        """(module, kind, name of the weight) -> slot"""
         self._modules: dict[int, ModuleDef] = {}
+        self.whole: list[int] = []
+        """Modules that are a root themselves. Without a frame of one, `--modules` has left out a part of the model."""
         self._labels: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
 
@@ -53,6 +57,8 @@ class SlotOwners:
                 self._define(entry)
             elif isinstance(entry, ModuleDef):
                 self._modules[entry.id] = entry
+                if not entry.name:
+                    self.whole.append(entry.id)
             elif isinstance(entry, RootDef):
                 self._labels[entry.id] = entry.label
             elif isinstance(entry, ShapeDef):
@@ -64,10 +70,9 @@ class SlotOwners:
         if kind == SlotKind.OTHER or not self._kinds.put(entry.id, kind):
             return
         self._owners.put(entry.id, entry.module)
-        if kind == SlotKind.WEIGHT:
-            self._weights[entry.id] = entry.module, role.name
-        elif kind == SlotKind.GRAD_WEIGHT:
-            self._gradients[entry.module, role.name] = entry.id
+        if kind in (SlotKind.WEIGHT, SlotKind.GRAD_WEIGHT):
+            self._parameters[entry.id] = entry
+            self._slots[entry.module, kind, role.name] = entry.id
 
     def kinds(self, slots: Any) -> Any:
         """The `SlotKind` of each of an array of slots."""
@@ -79,12 +84,27 @@ class SlotOwners:
 
     def gradient_of(self, weight: int) -> int:
         """The slot of the gradient of the weight with this slot; -1: none."""
-        return self._gradients.get(self._weights.get(weight, (_NO_MODULE, "")), -1)
+        return self._of_same(weight, SlotKind.GRAD_WEIGHT)
+
+    def weight_of(self, gradient: int) -> int:
+        """The slot of the weight of the gradient with this slot; -1: none."""
+        return self._of_same(gradient, SlotKind.WEIGHT)
+
+    def _of_same(self, parameter: int, kind: SlotKind) -> int:
+        entry = self._parameters[parameter]
+        return self._slots.get((entry.module, kind, parse_role(entry.role).name), -1)
 
     def weight_name(self, weight: int) -> str:
         """`fc1.weight`, of the weight with this slot."""
-        module, name = self._weights[weight]
-        return ".".join(filter(None, (self.module(module).name, name)))
+        return ".".join(filter(None, (self.module_of(weight).name, parse_role(self.role(weight)).name)))
+
+    def role(self, parameter: int) -> str:
+        """`grad weight`, of the weight or gradient with this slot."""
+        return self._parameters[parameter].role
+
+    def module_of(self, parameter: int) -> ModuleDef:
+        """Its module."""
+        return self.module(self._parameters[parameter].module)
 
     def module(self, number: int) -> ModuleDef:
         """The module with this number; one without a name if it is not defined."""

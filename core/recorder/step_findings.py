@@ -9,6 +9,7 @@ from ..events.definitions import Definition
 from ..wire.messages import PageMessage
 from .gradient_stops import GradientStops
 from .page_tables import PageTables
+from .slot_owners import SlotOwners
 from .step_effects import StepEffects
 from .unmoved_parts import PartSteps
 
@@ -19,13 +20,12 @@ class StepFindings:
     """All that is found in the steps of one rank. It is fed with pages that are over, in any order."""
 
     def __init__(self) -> None:
-        self._readers = StepEffects(), GradientStops(), PartSteps()
+        self._slots = SlotOwners()
+        self._readers = StepEffects(self._slots), GradientStops(self._slots), PartSteps(self._slots)
 
     def define(self, entries: Iterable[Definition]) -> None:
         """New definitions of the rank."""
-        entries = list(entries)
-        for each in self._readers:
-            each.define(entries)
+        self._slots.define(entries)
 
     def add(self, message: PageMessage, page: PageTables) -> None:
         """Read one page. Of one whose numbers are still on their way, what these would show is not known."""

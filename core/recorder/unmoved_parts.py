@@ -12,19 +12,18 @@ script may have taken the gradient away to freeze it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 
 from ..events.agent_events import UnmovedParts
-from ..events.definitions import Definition
 from ..events.run_position import RunPosition
 from ..frames import FramePhase
-from ..values import DTYPE_NAMES, decode
+from ..values import DTYPE_NAMES
 from ..wire.messages import PageMessage
 from .page_tables import PageTables
+from .parameter_rows import ParameterRow, parameter_rows
 from .slot_owners import SlotKind, SlotOwners
 from .slot_table import SlotTable
 
@@ -40,7 +39,8 @@ _MOST_TOLD = 64
 class _UnmovedWeight:
     """A weight that no step has moved so far."""
 
-    numbers: tuple[int, ...]
+    row: ParameterRow
+    """As it was first seen after a step."""
     root: int
     batches: int = 0
     first: tuple[int, int] = (1 << 62, 0)
@@ -52,16 +52,12 @@ class _UnmovedWeight:
 class PartSteps:
     """The steps of one rank. It is fed with pages that are over, in any order."""
 
-    def __init__(self) -> None:
-        self._slots = SlotOwners()
+    def __init__(self, slots: SlotOwners) -> None:
+        self._slots = slots
         self._has_moved = SlotTable(0, numpy.uint8)
         self._moved: set[int] = set()
         self._unmoved: dict[int, _UnmovedWeight] = {}
         """By slot."""
-
-    def define(self, entries: Iterable[Definition]) -> None:
-        """New definitions of the rank."""
-        self._slots.define(entries)
 
     def add(self, message: PageMessage, page: PageTables) -> None:
         """Read one page. Numbers that are still on their way are as if they were not there."""
@@ -73,22 +69,22 @@ class PartSteps:
             return
         before = (kinds == SlotKind.WEIGHT) & is_there & page.rows_of(FramePhase.FORWARD)
         handed = (kinds == SlotKind.GRAD_WEIGHT) & is_there & page.rows_of(FramePhase.COLLECTIVE)
-        olds = _rows(page, numpy.flatnonzero(before)[::-1])
-        news, gradients = (_rows(page, numpy.flatnonzero(chosen)) for chosen in (stepped, handed))
-        moved = [slot for slot, row in news.items() if slot in olds and olds[slot] != row]
+        olds = {row.slot: row for row in reversed(parameter_rows(page, before))}  # the first of each
+        news, gradients = ({row.slot: row for row in parameter_rows(page, each)} for each in (stepped, handed))
+        moved = [slot for slot, row in news.items() if slot in olds and _content(olds[slot]) != _content(row)]
         for slot in moved:
             self._move(slot)
         for slot, row in news.items():
             if slot in self._moved or slot not in olds:
                 continue
             known = self._unmoved.setdefault(slot, _UnmovedWeight(row, message.root))
-            if known.numbers != row:
+            if _content(known.row) != _content(row):
                 self._move(slot)
             elif moved and (gradient := gradients.get(self._slots.gradient_of(slot))) and _shows(row, gradient):
                 known.batches += 1
                 known.first = min(known.first, (message.batch, message.step))
                 known.last = max(known.last, message.batch)
-                known.gradient = max(known.gradient, _abs_max(gradient))
+                known.gradient = max(known.gradient, gradient.abs_max)
 
     def _move(self, slot: int) -> None:
         self._has_moved.put(slot, 1)
@@ -105,25 +101,17 @@ class PartSteps:
             yield UnmovedParts(
                 RunPosition(rank, attempt, step, batch, self._slots.label(root)),
                 *(min(left[slot].batches for slot in own), max(left[slot].last for slot in own), len(self._moved)),
-                *([self._slots.weight_name(slot) for slot in own], DTYPE_NAMES[one.numbers[1]]),
-                *(_abs_max(one.numbers), one.gradient),
+                *([self._slots.weight_name(slot) for slot in own], DTYPE_NAMES[one.row.dtype]),
+                *(one.row.abs_max, one.gradient),
             )
 
 
-def _rows(page: PageTables, places: Any) -> dict[int, tuple[int, ...]]:
-    """Slot -> (shape, dtype, low, high, flags and encoding) of the last of these rows that has it."""
-    rows, values = page.rows[places], page.values[page.positions[places]]
-    columns = [rows[name].tolist() for name in ("slot", "shape", "dtype")]
-    columns += [values["low"].tolist(), values["high"].tolist(), (values["meta"] & 0xFFFF).tolist()]
-    return {slot: tuple(row) for slot, *row in zip(*columns, strict=True)}
+def _content(row: ParameterRow) -> tuple[int, ...]:
+    """All but the place."""
+    return row.shape, row.dtype, *row.numbers
 
 
-def _shows(weight: tuple[int, ...], gradient: tuple[int, ...]) -> bool:
+def _shows(weight: ParameterRow, gradient: ParameterRow) -> bool:
     """Whether a step on this gradient moves this weight's smallest element: no element of the gradient is zero."""
-    least = decode(weight[2], weight[4] >> 8)
-    is_spread = weight[3] == 0 or least * _LEAST_SPREAD <= _abs_max(weight)
-    return gradient[2] > 0 and not gradient[4] & 0xFF and not weight[4] & 0xFF and is_spread
-
-
-def _abs_max(row: tuple[int, ...]) -> float:
-    return decode(row[3], row[4] >> 8)
+    is_spread = weight.high == 0 or weight.abs_min * _LEAST_SPREAD <= weight.abs_max
+    return gradient.low > 0 and not gradient.meta & 0xFF and not weight.meta & 0xFF and is_spread
