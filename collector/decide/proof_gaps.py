@@ -121,7 +121,7 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
         found.append(_reason(Code.NO_MODULE_CALLED, "called no module"))
     elif exit_ is not None and exit_.where.page < 0:
         found.append(_reason(Code.NOTHING_SELECTED, "skipped every batch"))
-    elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
+    elif rank.pages and not (rank.counts.has_frames or any(page.shows_modules for page in rank.pages.values())):
         found.append(
             _reason(
                 Code.NOTHING_SELECTED, "watched no module in [its|their] batches (--modules: does a pattern match?)"

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy
 
 from ...core.events.definitions import Definition
-from ...core.frames import Frame, FramePhase, Page, Row, RowKind
+from ...core.frames import LOSS_CLASS, Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
 from ...core.roles import GRADIENTS, parse_role
@@ -136,7 +136,8 @@ class KeptPage:
     """One page of one rank."""
 
     __slots__ = (
-        *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_named", "_names", "_root", "_suspicious"),
+        *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_losses_alone", "_named", "_names", "_root"),
+        "_suspicious",
         *("attempt", "batch", "cleared_at", "complete", "num_frames", "num_rows", "number", "rank", "step"),
     )
 
@@ -150,6 +151,7 @@ class KeptPage:
         bad = self._suspicious[1]  # nobody asks for the names of another one
         self._named = (names.place, tables.are_named(names.names)) if bad else (-1, False)
         self._root, self._first, self._last_phase = message.root, tables.first_fields, tables.last_phase
+        self._losses_alone = tables.has_losses_alone
         self._load, self._names, self._cache, self._key = load, names, cache, next(cache.keys)
         cache.get("tables", self._key, lambda: tables)
         self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
@@ -165,6 +167,11 @@ class KeptPage:
     def has_backward(self) -> bool:
         """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
         return self._last_phase not in (-1, FramePhase.FORWARD.number)
+
+    @property
+    def shows_modules(self) -> bool:
+        """Whether it has more than losses, or is of a training without modules: nothing else can be in that."""
+        return not self._losses_alone or (self.num_frames > 0 and self.root == LOSS_CLASS)
 
     @property
     def has_gradients(self) -> bool:

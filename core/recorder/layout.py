@@ -150,6 +150,8 @@ class HeadField(IntEnum):
     """Of its default process group: it may wait there before a slot of the table shows it. 0: not known."""
     FORECASTS = 51
     """How many its agent has made of its outputs. The agent writes it (told_forecasts.py)."""
+    HAS_FRAMES = 52
+    """1 once a page has a frame of something other than a loss."""
 
 
 class SegmentField(IntEnum):

@@ -91,6 +91,11 @@ class PageTables:
         return int(self.frames["phase"][-1]) if len(self.frames) else -1
 
     @property
+    def has_losses_alone(self) -> bool:
+        """Whether all frames are of losses, or there is none."""
+        return bool((self.frames["phase"] == FramePhase.LOSS.number).all())
+
+    @property
     def lost_frames(self) -> int:
         """Frames that were overwritten before they were read, or whose rows are not all there."""
         seen = numpy.unique(self.frames["index"])

@@ -263,6 +263,7 @@ class RecorderReader:
             calling_child=_process_id(fields[HeadField.CALLING_CHILD]),
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
+            has_frames=fields[HeadField.HAS_FRAMES] > 0,
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
         )
 

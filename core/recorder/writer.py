@@ -70,6 +70,8 @@ class OpenPage:
     frames: int = 0
     values: int = 0
     """Counts of frames and values, without those of the open segment."""
+    losses: int = 0
+    """Frames of losses in a page of modules: they do not show that a module is watched."""
     segments: int = 0
     segment: int = -1
     """Its last segment, counted from the beginning of the run."""
@@ -282,6 +284,8 @@ class RecorderWriter:
                 seg = self._seg
                 page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
                 page.values = seg[_VALUE_BASE] + seg[_VALUES]
+                if page.frames > page.losses:
+                    self.fields[HeadField.HAS_FRAMES] = 1
                 seg[_CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
                 self._segment_done(self._values_at, page)
             self.fields[HeadField.MOVED_NS] = time.monotonic_ns()

@@ -88,6 +88,8 @@ class RankState(msgspec.Struct, frozen=True):
     """Rows that were being read on a device when a signal's handler raised."""
     loss: float = -1.0
     """The absolute value of the loss of the newest batch that its agent has read, to 8 bits; -1: none."""
+    has_frames: bool = False
+    """It has recorded more than losses, in its last batches or long before. An earlier recorder does not say."""
 
     @property
     def rows_gone(self) -> int:

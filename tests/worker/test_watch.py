@@ -97,6 +97,26 @@ def test_a_model_that_ran_without_hooks_is_not_called_clean(folders):
     assert "cleared torch's global hooks" in handle.report()
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"modules": ["no_such"]}, "unknown"),
+        ({"modules": ["no_such"], "every": 100}, "unknown"),
+        ({"modules": ["0"], "every": 100}, "clean"),
+        ({"watch": ["grads"]}, "clean"),
+    ],
+)
+def test_a_pattern_without_a_module_is_not_called_clean(folders, options, kind):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    handle = gpuwatch.watch(model, **options)
+    for _ in range(60):
+        model(torch.ones(2, 4)).sum().backward()
+    verdict = handle.verdict()
+    assert verdict.kind == kind, verdict
+    assert ("rank 0 watched no module in its batches" in verdict.statement) == (kind == "unknown")
+    handle.remove()
+
+
 def test_the_report_shows_the_frames_up_to_the_overflow(folders):
     model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
     with gpuwatch.watch(model, on_overflow="continue") as handle:

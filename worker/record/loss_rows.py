@@ -52,6 +52,7 @@ class LossRows:
         roles = OUTPUTS if len(losses) > 1 else ("output",)
         rows = [frames.rows.gradient(info, role, loss, mark) for role, loss in zip(roles, losses, strict=False)]
         frames.put(page, info, FramePhase.LOSS, rows)
+        page.losses += info.root.cls != LOSS_CLASS
 
     def page_without_modules(self, batch: int) -> OpenPage:
         """The page for a loss that reaches no module: that of the last model, or where none was called, a new one.

@@ -586,6 +586,10 @@ def empty_batch(make):
             "rank 1 became another program (os.exec), which is not watched",
         ),
         (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 watched no module in its batches"),
+        (
+            lambda make: [*empty_batch(make), *make.finished(1, last={"batches_skipped": 1})],
+            "rank 1 watched no module in its batches",
+        ),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had been read back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (

@@ -156,7 +156,18 @@ def test_every_third_batch_has_frames(watch, measured):
     assert looked[0] > 10
     assert watched.reader[HeadField.BATCHES_SKIPPED] == 4
     assert watched.reader[HeadField.STEP] == 7
+    assert watched.reader[HeadField.HAS_FRAMES] == 1
     assert watched.faults == []
+
+
+@pytest.mark.parametrize(("modules", "has_frames"), [(["0"], 1), (["no_such"], 0)])
+def test_whether_any_batch_has_a_frame_is_known_though_the_last_ones_have_none(watch, modules, has_frames):
+    watched = watch(every=100, modules=modules)
+    model = net()
+    for _ in range(5):
+        model(X).sum().backward()
+    assert not any(page.frames for page in watched.pages if page.batch)
+    assert watched.reader[HeadField.HAS_FRAMES] == has_frames
 
 
 def test_a_batch_that_is_left_out_is_looked_at_from_outside(watch):
