@@ -29,6 +29,7 @@ from .collectives import issued, position
 from .error_text import MESSAGE_CHARACTERS, TRACEBACK_CHARACTERS, error_texts
 from .group_slots import GroupTable
 from .roots import RootInfo
+from .value_jumps import ValueJumps
 from .watch_pace import WatchPace
 
 # One thread at a time writes into the recorder. Autograd has a thread for each device, and it runs gradient hooks
@@ -241,6 +242,8 @@ class RunProgress:
         self.skipped = False
         """This batch is skipped (`--every`)."""
         self.pace = WatchPace(whole=settings.every != "auto" or settings.after_overflow)
+        self.jumps = ValueJumps() if settings.every == "auto" else None
+        """None: no value can change which batches are watched."""
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
         self._alerts = 0

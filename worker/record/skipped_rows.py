@@ -5,14 +5,16 @@ A frame is written only where one of these may not be finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...core.frames import FramePhase, RowMark
+from ...core.frames import FramePhase, RowMark, module_text
 from ...core.recorder.writer import OpenPage
+from ...core.text import shown_name
+from ...core.values import Value
 from ..device.device import is_on_device
 from .frame_writer import FrameWriter
 from .names import outputs_of
@@ -43,13 +45,17 @@ class SkippedRows:
         ]
         if numbers:
             page = self._begin(info.root)
-            self._put(page, info, FramePhase.FORWARD, (self._rows.leaf(info, *each, _SKIPPED) for each in numbers))
+            rows = [self._rows.leaf(info, role, leaf, _SKIPPED) for role, leaf in numbers]
+            if not self._put(page, info, FramePhase.FORWARD, rows):
+                for (role, _), row in zip(numbers, rows, strict=True):
+                    self._compare(info, role, row.high, row.meta)
         self._progress.recorder.pause_page()
 
     def of_gradient(self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: MarkOfPage) -> None:
         """The backward has made a gradient of a parameter."""
         numbers = None if is_on_device(gradient) else measure(gradient)
         if numbers is not None and not numbers.meta & 0xFF:
+            self._compare(info, role, numbers.high, numbers.meta)
             return  # finite: no page is opened
         root = info.root
         page = root.page
@@ -66,7 +72,19 @@ class SkippedRows:
         self._rows.begin_page(page.batch)
         return page
 
-    def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: Iterable[RecordedRow]) -> None:
-        rows = list(rows)
-        if any(row.flags or row.pending for row in rows):
+    def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: list[RecordedRow]) -> bool:
+        """Whether a frame was written: False if all are finite."""
+        is_due = any(row.flags or row.pending for row in rows)
+        if is_due:
             self._frames.put(page, info, phase, rows)
+        return is_due
+
+    def _compare(self, info: ModuleInfo, role: str, high: int, meta: int) -> None:
+        """Have the next batches watched whole if this abs max is out of line with those before it."""
+        jumps = self._progress.jumps
+        if jumps is None or not meta:  # 0: it could not be measured
+            return
+        abs_max = Value(0, high, meta).abs_max
+        if jumps.is_jump((info.root.id, info.id, role), abs_max):
+            place = f"{shown_name(role)} of {module_text(info.name, info.cls)}"
+            self._progress.alert(self._progress.where(root=info.root.label), f"a jump to {abs_max:.3g} in {place}")

@@ -12,6 +12,7 @@ from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.core.events.own_limits import WatchChoice
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.told_forecasts import tell_forecasts
+from gpuwatch.worker.record.value_jumps import FEWEST
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -39,15 +40,27 @@ class Bad(torch.autograd.Function):
         return gradient * float("inf")
 
 
+class Larger(torch.autograd.Function):
+    """Makes a gradient that is finite, and far larger than others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e6
+
+
 class Guarded(nn.Sequential):
-    bad = False
+    bad = grows = False
     fails: type[BaseException] | None = None
 
     def forward(self, x):
         if self.fails is not None:
             raise self.fails("no")
         x = super().forward(x)
-        return Bad.apply(x) if self.bad else x
+        return Bad.apply(x) if self.bad else Larger.apply(x) if self.grows else x
 
 
 def net() -> Guarded:
@@ -146,6 +159,41 @@ def test_after_a_forecast_all_is_watched_for_a_while(watch):
     assert watched.reader[HeadField.BATCHES_SKIPPED] == 2
     (choice,) = watched.of(WatchChoice)
     assert (choice.every, choice.alert) == (1, "an overflow is forecast")
+
+
+@pytest.mark.parametrize("where", ["output", "gradient"])
+def test_after_a_jump_all_is_watched_for_a_while(watch, where):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    train(model, FEWEST)
+    assert watched.of(WatchChoice) == []
+    if where == "output":
+        model[1].by = 1e4
+    else:
+        model.grows = True
+    train(model, 1)
+    skipped = watched.reader[HeadField.BATCHES_SKIPPED]
+    assert skipped == FEWEST + 1
+    train(model, 4)
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == skipped
+    choice = watched.of(WatchChoice)[0]
+    place = "output of the root module" if where == "output" else "grad weight of `0` (Linear)"
+    assert (choice.every, choice.where.batch) == (1, 5 + FEWEST)
+    assert choice.alert.startswith("a jump to "), choice.alert
+    assert place in choice.alert
+    assert watched.faults == []
+
+
+def test_a_number_of_batches_is_kept_to_whatever_jumps(watch):
+    watched = watch(every=1000)
+    model = net()
+    train(model, 2 * FEWEST)
+    model[1].by = 1e4
+    train(model, 3)
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == 2 * FEWEST + 2
+    assert watched.of(WatchChoice) == []
 
 
 def test_torchs_tables_have_our_hooks_again_whatever_ends_the_forward(watch):
