@@ -16,9 +16,9 @@ from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.verdict import OverflowCause
 from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loose, cause_of_loss, cause_of_scale
 from .cause_clues import CauseClues
-from .data_cause import of_bad_input, of_batch, of_input, of_samples
+from .data_cause import of_bad_input, of_batch, of_input, of_one_row, of_samples
 from .derivative_rules import INSIDE
-from .operation_cause import KEEP_OPEN, is_of_closed_rows, of_closed_rows, of_domain, of_precision, of_range
+from .operation_cause import KEEP_OPEN, of_closed_rows, of_domain, of_precision, of_range
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
 from .training_cause import growing, of_copy, of_growth, of_start, of_training
 
@@ -46,7 +46,9 @@ def cause_of(clues: CauseClues) -> OverflowCause | None:
         return _of_loss(clues, domain)
     if first.phase in (FramePhase.WEIGHT, FramePhase.OPTIMIZER):
         return of_growth(clues) or cause_of_loose(clues.facts, first)
-    if not first.is_origin or first.phase != FramePhase.FORWARD or first.bad_buffers or first.weight.others_changed:
+    if first.bad_buffers and (first.is_origin or first.phase == FramePhase.BUFFER):
+        return of_one_row(clues)
+    if not first.is_origin or first.phase != FramePhase.FORWARD or first.weight.others_changed:
         return None
     return _of_forward(clues)
 
@@ -58,9 +60,7 @@ def _of_loss(clues: CauseClues, domain: str) -> OverflowCause | None:
     large = of_growth(clues) or cause_of_scale(clues.facts, clues.first)
     if operation is None:
         return large or cause_of_loss(clues.facts, clues.first)
-    if is_of_closed_rows(operation):
-        return of_closed_rows(operation)
-    large = large or of_precision(operation)
+    large = of_closed_rows(operation) or large or of_precision(operation)
     return large or (of_domain(clues, operation, domain) if domain else of_range(operation))
 
 
@@ -104,8 +104,9 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     alone = trial_in(operation.trials, NOTHING)
     if alone is not None and alone.value == "finite":
         return _unrepeatable(operation.op, [alone])
-    if is_of_closed_rows(operation):
-        return of_closed_rows(operation)
+    closed = of_closed_rows(operation)
+    if closed is not None:
+        return closed
     domain = outside_domain(operation)
     if domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)

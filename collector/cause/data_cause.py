@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation, BatchInputs
 from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
@@ -16,6 +18,7 @@ from .operation_rules import domain_advice, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 LOOK_AT_LOADER = "Look at the data loader of this rank, or at the code that makes the model's inputs."
+_PAGES_BEFORE = 8
 _OUT_OF_LINE = 30.0
 """How much larger than on all other ranks what a model is handed must be."""
 
@@ -99,6 +102,40 @@ def of_batch(clues: CauseClues) -> OverflowCause | None:
         [
             f"Look at batch {clues.first.batch} of rank {clues.first.rank}'s data, and at how it is normalised. Not "
             "tried: there was no other sample to put in its place."
+        ],
+    )
+
+
+def of_one_row(clues: CauseClues) -> OverflowCause | None:
+    """A running variance that is nan since its module was handed one number a channel: one has no unbiased variance.
+
+    None if that was not its last finite call, or if a call before was handed one, too. Channels are dim 1.
+    """
+    first = clues.first
+    buffer = next((name for name in first.bad_buffers if "var" in name.partition(" of ")[0]), "")
+    pages = clues.facts.one(first.attempt, first.rank).pages.values() if buffer and first.value == "nan" else ()
+    calls = [
+        (page.batch, row.shape, all(each.finite for each in frame.outputs))
+        for page in sorted(pages, key=lambda page: -page.number)[:_PAGES_BEFORE]
+        if page.root == first.root
+        for frame in reversed(page.frames)
+        if (frame.module, frame.cls, frame.phase) == (first.module, first.cls, FramePhase.FORWARD)
+        for row in frame.rows
+        if row.role == "input[0]" and row.shape is not None and len(row.shape) > 1
+    ]
+    finite = [(batch, shape) for batch, shape, is_finite in calls if is_finite]
+    single = [math.prod(shape) == shape[1] for _, shape in finite]
+    if len(finite) < 2 or not single[0] or any(single[1:]):
+        return None
+    (batch, shape), (_, before), *_ = finite
+    return OverflowCause(
+        "data",
+        _S,
+        f"in batch {batch} of rank {first.rank} the module had one number a channel: input[0] was {list(shape)}, and "
+        f"{list(before)} in the call before; the unbiased variance of one number is nan, and {buffer} keeps it",
+        [
+            "Leave out a batch of one (drop_last=True), or compute the variance with correction=0 (unbiased=False). "
+            "Not tried."
         ],
     )
 

@@ -12,11 +12,26 @@ from .cause_clues import CauseClues, odd_text
 from .operation_rules import beyond_float32, domain_advice, name_of, operation_rule, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
-_OF_ROWS = ("softmax", "log_softmax", "logsumexp", "safe_softmax")
 KEEP_OPEN = (
     "A row that is -inf everywhere, of a mask or of log-probabilities of 0, makes softmax nan: keep one position open, "
     "or use torch.where."
 )
+_OF_CLOSED_ROWS = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "logsumexp", "safe_softmax"), ("rows that are -inf throughout", KEEP_OPEN)
+    ),
+    "mul": (
+        "-inf and 0",
+        "A product with 0 does not hide a -inf, of a mask or of the logsumexp of a row that is masked throughout: use "
+        "torch.where.",
+    ),
+    "sub": (
+        "-inf and -inf",
+        "A row that is -inf everywhere has -inf as its maximum and its logsumexp, and -inf minus -inf is nan: keep one "
+        "position open, or use torch.where.",
+    ),
+}
+"""By the name of the operation: what it was handed, and the mend."""
 
 
 def of_domain(clues: CauseClues, operation: BadOperation, words: str) -> OverflowCause:
@@ -80,20 +95,19 @@ def of_range(operation: BadOperation) -> OverflowCause | None:
     )
 
 
-def is_of_closed_rows(operation: BadOperation) -> bool:
-    """Whether a softmax made nan of -inf alone: the maximum of a row is subtracted from it, and that was -inf."""
+def of_closed_rows(operation: BadOperation) -> OverflowCause | None:
+    """The operation made nan of -inf, of which nothing else is wrong: a mask's, or a logsumexp's of a masked row.
+
+    None if it did not. By IEEE 754 a product of numbers that are not nan is nan for 0 and inf alone, a difference for
+    two infinities of one sign alone. A softmax subtracts the maximum of a row from it.
+    """
     handed = {each.value for each in operation.inputs} - {"finite", ""}
-    return operation.output.value == "nan" and handed == {"-inf"} and named(operation).strip("`") in _OF_ROWS
-
-
-def of_closed_rows(operation: BadOperation) -> OverflowCause:
-    """A softmax of rows that are -inf throughout."""
-    return OverflowCause(
-        "mask",
-        _E,
-        f"{named(operation)} was handed rows that are -inf throughout, and made nan of them: {operation.element}",
-        [KEEP_OPEN],
-    )
+    name = named(operation).strip("`")
+    if operation.output.value != "nan" or handed != {"-inf"} or name not in _OF_CLOSED_ROWS:
+        return None
+    found, mend = _OF_CLOSED_ROWS[name]
+    where = f": {operation.element}" if operation.element else ""
+    return OverflowCause("mask", _E, f"{named(operation)} was handed {found}, and made nan of them{where}", [mend])
 
 
 def named_with_variables(operation: BadOperation) -> str:

@@ -156,6 +156,37 @@ class Normed(nn.Module):
         return self.leave(x / x.norm(dim=1, keepdim=True))
 
 
+class Running(nn.Module):
+    """Divides by a running variance, which it then updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(6))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        out = self.scale * h / (self.running_var + 1e-5).sqrt()
+        with torch.no_grad():
+            self.running_var.lerp_(h.var(0), 0.1)
+        return out
+
+
+def with_running(rows: Callable[[int], int], between: Callable[[nn.Module, int], None] = lambda net, n: None) -> None:
+    """Trains with batches of so many rows."""
+    net = nn.Sequential(nn.Linear(6, 6), Running(), nn.Linear(6, 1))
+    run(net, lambda n: (plain(n)[0][: rows(n)],), between=between)
+
+
+def by_hand(h: torch.Tensor, bad: bool) -> torch.Tensor:
+    scores = h @ h.T + (HIDDEN if bad else 0)
+    scores = scores - scores.amax(-1, keepdim=True)
+    return (scores - scores.exp().sum(-1, keepdim=True).log()).exp() @ h
+
+
+def as_penalty(h: torch.Tensor, bad: bool) -> torch.Tensor:
+    return h + (h @ h.T + (HIDDEN if bad else 0)).logsumexp(-1, keepdim=True) * 0
+
+
 def zero_row(n: int) -> tuple[Any, ...]:
     (x,) = plain(n)
     x[4] *= n != BAD
@@ -266,6 +297,23 @@ CAUSES = [
         "-inf",
         "keep one position open",
         own(lambda h, bad: ((h @ h.T) + (HIDDEN if bad else 0)).softmax(-1) @ h),
+    ),
+    KnownCause("a softmax by hand of a closed row", "mask", "`sub` was handed -inf and -inf", "keep one", own(by_hand)),
+    KnownCause("a product with 0", "mask", "`mul` was handed -inf and 0", "torch.where", own(as_penalty)),
+    # buffers
+    KnownCause(
+        "a running variance of one row",
+        "data",
+        "in batch 2 of rank 0 the module had one number a channel: input[0] was [1, 6], and [8, 6] in the call before",
+        "drop_last",
+        lambda: with_running(lambda n: 1 if n == BAD else 8),
+    ),
+    KnownCause(
+        "a running variance of one row, read before the forward",
+        "data",
+        "in batch 1 of rank 0 the module had one number a channel",
+        "drop_last",
+        lambda: with_running(lambda n: 1 if n == 1 else 8),
     ),
     # the script
     KnownCause("an empty mask", "domain", "`div`: 0 / 0 (first element: 0, 0 in)", "eps", in_one_function),

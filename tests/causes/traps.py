@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .scripts import BAD, KnownCause, Own, flagged, plain, run
+from .scripts import BAD, KnownCause, Own, flagged, plain, run, with_running
 
 
 def with_odd_row(n: int) -> tuple[Any, ...]:
@@ -55,6 +55,31 @@ class Multiplied(Own):
 
     def forward(self, x: torch.Tensor, bad: bool = False) -> torch.Tensor:
         return super().forward(x, bool(self.step >= BAD))
+
+
+def without_variance(net: nn.Module, n: int) -> None:
+    if n == BAD:
+        net[1].running_var.fill_(math.nan)
+
+
+class Pictures(nn.Module):
+    """Has a running variance of pictures: of one, too, it is one of many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.scale * x / (self.running_var[:, None, None] + 1e-5).sqrt()
+        with torch.no_grad():
+            self.running_var.lerp_(x.var((0, 2, 3)), 0.1)
+        return out
+
+
+def spoiled_pictures() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Pictures())
+    run(net, lambda n: (torch.randn(1 if n == BAD else 4, 3, 2, 2),), between=without_variance)
 
 
 def counted(net: nn.Module, n: int) -> None:
@@ -273,4 +298,8 @@ TRAPS = [
     KnownCause(
         "a clip of huge gradients", "divergence", "the training diverged", "Lower the learning rate", clipped_by_inf
     ),
+    KnownCause(
+        "a running variance that the script spoils", "", "", "", lambda: with_running(lambda n: 8, without_variance)
+    ),
+    KnownCause("batches of one row, and a variance that the script spoils", "", "", "", spoiled_pictures),
 ]
