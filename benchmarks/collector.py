@@ -250,9 +250,9 @@ class Nodes:
             agent = NodeAgentLoop(config, io.BytesIO(), gpus=cast(GpuWatch, NoGpus()), context=self._context)
             for local in range(RANKS_PER_NODE):
                 rank = SimulatedRank(model, node * RANKS_PER_NODE + local, local, ranks)
-                rank.traces = getattr(agent, "traces", None)
+                rank.traces = agent.ranks.traces
                 self.ranks.append(rank)
-                agent._ranks[rank.rank, 0] = cast(RankWatch, rank)
+                agent.ranks._watches[rank.rank, 0] = cast(RankWatch, rank)
             self.agents.append(agent)
 
     def turn(self) -> None:

@@ -23,13 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
-import psutil
 import zmq
 from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import Code, ExitCode, GpuwatchError
-from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.events.agent_events import WorkerExit
 from ...core.events.alarms import Anomaly
 from ...core.events.log_entries import Event
 from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
@@ -37,14 +36,10 @@ from ...core.events.preflight_events import PreflightResult
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.guest.tell import flush_streams
 from ...core.host import LineReader, OwnClock
-from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import (
-    KEPT_ATTEMPTS,
-    PROCESSES,
     adopt_scratch,
     keep_rescued,
-    pid_of_file,
     remove_scratch,
     tell_answered,
     tell_unanswered,
@@ -57,12 +52,9 @@ from ...core.wire.keys import agent_name
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
-from .memory_group import MemoryWatch
-from .process_ends import ProcessEnds, RunOrphans, session_of
-from .rank_pages import TracedBatches
-from .rank_stalls import StallWatch
-from .rank_watch import MOST_HOT, RankWatch
-from .slow_rank import SlowRankWatch
+from .node_ranks import NodeRanks
+from .process_ends import RunOrphans, session_of
+from .rank_watch import MOST_HOT
 from .telemetry import NodeTelemetry
 
 LOOK_S = 0.05
@@ -96,24 +88,15 @@ class NodeAgentLoop:
         self._folder = Path(config.recorder_dir)
         self._identity = f"{config.identity or secrets.token_hex(16)}.{config.life}".encode()
         self._id = agent_name(self._identity)
-        self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._time = OwnClock()
         self._now = self._time.now()
         self._link = CollectorLink(config, self._identity, self._tell, self._now, context)
         self.outbox = self._link.outbox
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
-        self._ranks: dict[tuple[int, int], RankWatch] = {}
-        self._memory = MemoryWatch()
-        self._ends = ProcessEnds()
-        self._shown: list[RankLook] = []
-        """For viewers: the next beat has them."""
-        self._stalls = StallWatch(self._folder, config.hang_timeout_s)
-        self._slow = SlowRankWatch(self._folder)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
-        self._ends_told: set[tuple[int, int]] = set()
-        """(attempt, rank) whose end an earlier agent has reported."""
+        self.ranks = NodeRanks(config, self._put, lambda now: self._put(self._telemetry.told(now)))
         self._done: pipe.LaunchDone | None = None
         self._signal_told = False
         self._said_goodbye = False
@@ -147,7 +130,7 @@ class NodeAgentLoop:
             return True
         ranks = messages.ranks_of(body)
         if isinstance(body, messages.EventMessage) and isinstance(body.event, WorkerExit):
-            self._ends_told.update(ranks)
+            self.ranks.told_before(ranks)
         return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
 
     def _spools(self) -> list[Path]:
@@ -162,7 +145,7 @@ class NodeAgentLoop:
         launch = LineReader(sys.stdin.fileno())
         collector = self._link.fd
         poller = select.poll()
-        for fd in (collector, launch.fd, self._ends.fd, self._gpus.fd):
+        for fd in (collector, launch.fd, self.ranks.ends.fd, self._gpus.fd):
             if fd is not None:
                 poller.register(fd, select.POLLIN)
         try:
@@ -170,7 +153,7 @@ class NodeAgentLoop:
             while not self.finished(self._now):
                 ready = dict(poller.poll(int(LOOK_S * 1000)))
                 now = self._now = self._time.now()
-                self._ends.poll()
+                self.ranks.ends.poll()
                 if not ready and now < due:
                     continue
                 due = now + TURN_S - LOOK_S / 2
@@ -194,9 +177,9 @@ class NodeAgentLoop:
         self._now = now
         for message in self._link.on_message(now, readable=heard, may_start_over=not self._launch_gone):
             self._hear_collector(message, now)
-        self._poll_ranks(now)
+        self.ranks.poll(now, over=self._done is not None)
         if self._done is None:
-            self._telemetry.turn(self._running, now)
+            self._telemetry.turn(self.ranks.pids_by_rank, now)
         if self._orphans is not None and self._orphans.are_gone(now):
             self._orphans = None
             self._conclude_for_launch(now)
@@ -208,11 +191,8 @@ class NodeAgentLoop:
 
     def close(self) -> None:
         """Let go of the recorders, the child and the socket."""
-        for watch in self._ranks.values():
-            watch.close()
+        self.ranks.close()
         self._gpus.close(KILLED_S)
-        self._ends.close()
-        self._stalls.close()
         self._spool.close()
         self._link.close()
 
@@ -236,61 +216,16 @@ class NodeAgentLoop:
         if isinstance(message, pipe.WorkersStarted):
             if len(message.hosts) > 1:
                 self._put(messages.EventMessage(AttemptNodes(message.attempt, message.name, message.hosts)))
-            # a job that restarts often would fill the memory with recorders that were read
-            for key, watch in list(self._ranks.items()):
-                if watch.attempt < message.attempt - KEPT_ATTEMPTS and watch.ended:
-                    watch.remove()
-                    del self._ranks[key]
-            for rank, pid in message.pids.items():
-                traced, ranks = self._config.hello.trace_batches, len(message.pids)
-                watch = RankWatch(self._folder, rank, message.attempt, pid, traced, ranks, self.traces)
-                self._ranks[rank, message.attempt] = watch
-                self._ends.watch((rank, message.attempt), pid)
-                self._memory.watch((rank, message.attempt), pid)
+            self.ranks.started(message)
         elif isinstance(message, pipe.WorkersEnded):
-            for rank, code in message.codes.items():
-                by = "itself" if rank in message.failed or code == 0 else "torchrun"
-                self._end_rank(rank, message.attempt, code, by, now, message.looks.get(rank))
+            self.ranks.ended(message, now)
         elif isinstance(message, pipe.LaunchDone):
             self._launch_done(message, now)
-
-    def _end_rank(
-        self, rank: int, attempt: int, code: int | None, by: str, now: float, look: pipe.LastLook | None = None
-    ) -> None:
-        watch = self._ranks.get((rank, attempt))
-        if watch is not None and watch.was_removed and (attempt, rank) in self._ends_told:
-            watch.ended = True
-        if watch is not None and not watch.ended:
-            for slow in self._slow.told(watch):
-                self._put(messages.EventMessage(slow))
-            for body in watch.end(code, by, now, look):
-                self._put(self._with_what_ranks_cannot_see(body), needed=True)
-
-    def _with_what_ranks_cannot_see(self, body: messages.AgentBody) -> messages.AgentBody:
-        """Add when a rank ended, and what the kernel did for lack of memory, as a SIGKILL may be another's."""
-        if not isinstance(body, messages.EventMessage) or not isinstance(body.event, WorkerExit):
-            return body
-        key = body.event.where.rank, body.event.where.attempt
-        alive_ns, ended_ns = self._ends.when_ns(key)
-        if body.event.ended_ns:  # when a fatal signal came
-            alive_ns = ended_ns = body.event.ended_ns
-        ended_ns = ended_ns or time.time_ns()
-        still_s = body.event.still_s
-        if body.event.by == "itself":  # until now
-            still_s = max(0.0, still_s - (time.time_ns() - ended_ns) / 1e9)
-        exit_ = replace(body.event, alive_ns=alive_ns, ended_ns=ended_ns, still_s=still_s)
-        if body.event.code not in (0, None):
-            lack = self._memory.lack_of(key)
-            exit_ = replace(exit_, memory_kills=lack.kills, memory_limit=lack.limit, memory_peak=lack.peak)
-            exit_ = replace(exit_, resident=self._ends.resident(key))
-        return messages.EventMessage(exit_)
 
     def _launch_done(self, done: pipe.LaunchDone, now: float) -> None:
         if self._done is not None:
             return
-        for watch in self._ranks.values():
-            if not watch.ended:
-                self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
+        self.ranks.end_all(now)
         self._tell_signal(done)
         self._done = done
         self._done_at = now
@@ -308,19 +243,12 @@ class NodeAgentLoop:
             adopt_scratch(self._folder)
             if self._config.ends_ranks:
                 self._tell_signal(pipe.LaunchDone("failed", int(signal.SIGKILL)))
-                self._orphans = RunOrphans(self._folder, self._launch_session, self._pids_of_ranks, now)
+                self._orphans = RunOrphans(self._folder, self._launch_session, self.ranks.pids, now)
             else:
                 self._conclude_for_launch(now)
 
-    def _pids_of_ranks(self) -> list[int]:
-        """Process ids of the ranks, and of processes that could have become ranks."""
-        others = [pid_of_file(path) for path in self._folder.glob(PROCESSES)]
-        return [*(watch.pid for watch in self._ranks.values()), *others]
-
     def _conclude_for_launch(self, now: float) -> None:
-        for watch in list(self._ranks.values()):
-            if not psutil.pid_exists(watch.pid):
-                self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
+        self.ranks.end_those_gone(now)
         self._launch_done(pipe.LaunchDone("failed", int(signal.SIGKILL)), now)
 
     def _tell_signal(self, done: pipe.LaunchDone) -> None:
@@ -353,37 +281,7 @@ class NodeAgentLoop:
         for event in self._gpus.events():
             self._put(messages.EventMessage(event))
 
-    # -- the ranks ----------------------------------------------------------------------------------------------
-
-    def _poll_ranks(self, now: float) -> None:
-        for watch in self._ranks.values():
-            for body in watch.poll(now):
-                self._put(body)
-        if self._done is None:
-            for stalled in self._stalls.stalled(self._of_ranks, now):
-                self._put(messages.EventMessage(stalled))
-                self._put(self._telemetry.told(now))
-            for slow in self._slow.turn(self._of_ranks, now):
-                self._put(messages.EventMessage(slow))
-            for look in self._stalls.seen(now):
-                if look.number == messages.SHOWN_LOOK:
-                    self._shown.append(look)
-                else:
-                    self._put(messages.EventMessage(look))
-
-    def _send_unjudged(self, now: float) -> None:
-        """Before anything is said of a hang: a rank that waits cannot tell of the bad value that it has computed."""
-        for watch in self._ranks.values():
-            for body in watch.unjudged(now) if not watch.ended else []:
-                self._put(body, needed=True)
-
-    @property
-    def _of_ranks(self) -> list[RankWatch]:
-        """A process that is no rank may rest for as long as it likes: it waits for its children."""
-        return [watch for watch in self._ranks.values() if is_rank(watch.rank)]
-
-    def _running(self) -> list[tuple[int, int]]:
-        return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
+    # -- what it sends ------------------------------------------------------------------------------------------
 
     def _put(self, body: messages.AgentBody | None, *, needed: bool = False) -> None:
         """None: there is nothing to send. `needed`: it is one of the last pages of its rank."""
@@ -420,15 +318,11 @@ class NodeAgentLoop:
             self.outbox.change_first(replace(self._hello, run=message.run_id))
         elif isinstance(message, messages.WantedBatch):
             self.outbox.need(message.attempt, message.batch)
-            for watch in self._ranks.values():
-                watch.want(message, now)
+            self.ranks.want(message, now)
         elif isinstance(message, messages.LookAtRanks):
-            if message.number != messages.SHOWN_LOOK:
-                self._send_unjudged(now)
-                self._put(self._telemetry.told(now))
-            self._stalls.inspect(self._of_ranks, message.number, now)
+            self.ranks.inspect(message.number, now)
         elif isinstance(message, messages.WatchSlowRank):
-            self._slow.ask(message)
+            self.ranks.watch_slow(message)
         elif isinstance(message, messages.StopRanks):
             self._tell(message)
         elif isinstance(message, pipe.JobResult):
@@ -438,10 +332,9 @@ class NodeAgentLoop:
             self._link.leave()  # only now: the collector may end then, and an agent after this one could ask nobody
 
     def _beat(self) -> NodeBeat:
-        running = [watch for watch in self._ranks.values() if not watch.ended]
+        running = self.ranks.running
         states = [state for watch in running if (state := watch.state())]
-        beat = NodeBeat(states, dict(self.outbox.pages_dropped), looks=pack_list(self._shown))
-        self._shown = []
+        beat = NodeBeat(states, dict(self.outbox.pages_dropped), looks=pack_list(self.ranks.shown_looks()))
         if not self._link.is_looked_at:
             return beat
         hot = closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
