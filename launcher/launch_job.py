@@ -37,7 +37,8 @@ from .expect import expect_place, expect_program, expect_room, expect_script, nu
 from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
 from .live_lines import live_lines
-from .options import get_check_parser, get_parser, parse_check, parse_launch, worker_settings
+from .option_tables import worker_settings
+from .options import get_check_parser, get_parser, parse_check, parse_launch
 from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
 from .scheduler_job import SchedulerFacts
 from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun

@@ -25,8 +25,9 @@ from ..agent.process_ends import GRACE_S
 from ..expect import why_not_started
 from ..fill_in import read_task
 from ..life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
+from ..option_tables import worker_settings
 from ..option_types import bracketed
-from ..options import parse_run, worker_settings
+from ..options import parse_run
 from ..plan import CollectorPlan, job_keys, meeting_place, run_plan
 from ..scheduler_job import SchedulerFacts
 from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched

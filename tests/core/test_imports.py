@@ -312,7 +312,7 @@ def test_schedulers_words_stay_in_their_modules():
         "launcher/slurm_variables.py",
         "core/recorder/run_folder.py",
     }
-    may |= {"launcher/options.py", "launcher/short_help.py"}  # `gpuwatch check --slurm`
+    may |= {"launcher/option_tables.py", "launcher/short_help.py"}  # `gpuwatch check --slurm`
     may |= {"core/known_job_errors.py", "collector/facts/log_lines.py"}  # lines of a log, as SLURM prints them
     may |= {"collector/facts/log_reader.py", "collector/facts/log_traceback.py", "collector/decide/log_verdict.py"}
     words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")

@@ -10,6 +10,7 @@ import pytest
 from gpuwatch.core.errors import ExitCode, UsageError
 from gpuwatch.core.secrets import masked_command
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
+from gpuwatch.launcher.option_tables import worker_settings
 from gpuwatch.launcher.option_types import without_addresses
 from gpuwatch.launcher.options import (
     check_together,
@@ -19,7 +20,6 @@ from gpuwatch.launcher.options import (
     parse_check,
     parse_launch,
     parse_run,
-    worker_settings,
 )
 from gpuwatch.launcher.plan import limit_rendezvous
 from gpuwatch.worker.watch import watch
