@@ -156,13 +156,13 @@ class Gpuwatch:
     def __init__(self, folder: Path, name: str, watch: tuple[str, ...]) -> None:
         self._path = folder / f"{name}{len(watch)}.recorder"
         recorder = RecorderWriter(self._path, rank=0, local_rank=0, world_size=1, attempt=0)
-        real = native_writer.FrameWriter
+        real = native_writer.NativeFrameWriter
         if name == PYTHON:
-            native_writer.FrameWriter = None
+            native_writer.NativeFrameWriter = None
         try:
             self._hooks = ModuleHooks(recorder, WorkerSettings("", watch=watch), 0)
         finally:
-            native_writer.FrameWriter = real
+            native_writer.NativeFrameWriter = real
         self.kernels = Kernels()
         if name == BUFFER:
             _use_buffer(self._hooks, recorder, self.kernels)

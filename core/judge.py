@@ -1,16 +1,17 @@
-"""What a frame's numbers mean: an alarm, expected, hidden by a rule, near overflow, underflow. The one place for that.
+"""What a frame's numbers mean: an alarm, expected, hidden by a rule, near overflow, underflow. The only rule.
 
 `judge` is a pure function of a frame and of what its page has shown before it. It does not matter where the tensors
 lay, whether the numbers were there at once or came a batch later, or which hook wrote the frame. Whether a bad value
-has any effect on the training is decided later, by worker/record/held_alarms.py.
+has any effect on the training is decided later, by worker/record/held_alarms.py. Which value of a forward a call
+around it has taken away is decided in bad_values.py.
 
 Recorded, and no alarm:
 - an optimizer's state beside the weight that it belongs to: it is shown because that weight is bad. In a frame of its
   own it is an alarm.
 - an input: it may be a mask, or memory from `torch.empty`. If the call then returns something bad, that output is the
   alarm.
-- -inf alone in an output, what masks are made of; except where a module computed it with weights of its own from
-  finite inputs.
+- -inf alone in an output, what masks are made of; except where a module computed it with weights of its own, and was
+  not handed -inf or nan.
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler checks before it is used, and the loss that it has scaled.
@@ -21,9 +22,9 @@ Recorded, and no alarm:
   returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
   absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind it (bad_values.py).
 
-A loss is an alarm if it is not finite, -inf included. A value that a module has returned comes before it. No alarm is
-an inf in float16: a loss of 70 times a script's own scale of 1024 is one, and the gradients that the script trains with
-are made of the scale alone. They are alarms themselves if they are not finite.
+A loss is an alarm if it is not finite, -inf included. A value that a module has returned comes before it. The exception
+is an inf in float16: a script may have multiplied its loss by a scale of its own, as 70 by 1024, and the gradients are
+made of the scale alone. They are alarms themselves if they are not finite.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class FrameJudgement(NamedTuple):
     """What follows from one frame."""
 
     alarm: Row | None = None
-    """The first row that is an alarm: a weight, then an output, a gradient, what an optimizer keeps of a weight."""
+    """The first alarm: of weights, then outputs, gradients, an optimizer's states, a norm's running statistics."""
     hidden: tuple[Row, ...] = ()
     """Non-finite rows that a rule of the user's covers."""
     scaled: Row | None = None

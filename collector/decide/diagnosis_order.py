@@ -5,7 +5,8 @@ group: the rank that had issued fewer of them was earlier, because a collective 
 brought it the value. A message is an edge between two ranks: if one had received more than the other had sent by its
 own diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks and never summed.
 
-What neither puts in order is concurrent.
+Without a process group, steps and batches put ranks in order; where the groups of one of two are not known, the sum of
+what they have issued. What none of these puts in order is concurrent.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ RowTuple = tuple[int, int, int, int, int, int]
 
 # A signal's handler may run a forward or record an event, and so write in the middle of what is written here. It runs
 # when a call has returned, where a function begins or a loop goes back (CPython's eval breaker), and nowhere between:
-# so what must not be torn is written without a call. Another thread gets the interpreter's lock at the same places.
+# so what must not be torn is written without a call. Another thread gets the GIL at the same places.
 
 # As plain integers: an IntEnum costs more than the store itself.
 _FRAMES, _ROWS, _VALUES = int(SegmentField.FRAMES), int(SegmentField.ROWS), int(SegmentField.VALUES)

@@ -1,7 +1,7 @@
 """The node agent: one small process per node between the recorders of its ranks and the collector. Imports no torch.
 
     launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
-    recorders (mapped) -----^
+    recorders (files) ------^
 
 It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is in
 its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the

@@ -179,7 +179,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "late":
         request.getfixturevalue("late")
     elif request.param == "python":
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.NativeFrameWriter", None)
     return str(request.param)
 
 
@@ -194,7 +194,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def noted(real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, *rest: (seen.append(tensor), real(tensor, *rest))[1]
 
-    monkeypatch.setattr(native_writer, "FrameWriter", None)
+    monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
     monkeypatch.setattr(rows, "measure", noted(rows.measure))
     monkeypatch.setattr(rows, "stats_in_memory", noted(rows.stats_in_memory))
     return seen

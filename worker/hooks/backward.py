@@ -216,7 +216,7 @@ class BackwardHooks:
             # after accumulation and before DDP's Reducer, whose hooks are on the node: the gradient is still this
             # rank's own
             others = bool(parameter._post_accumulate_grad_hooks)
-            # the native hook reads `.grad`, and when all other hooks have had it
+            # the native hook reads `.grad` alone, and once: not where another hook comes before it
             is_plain = not others and not hasattr(parameter, "main_grad")
             is_first = self._skips and self._is_first(parameter, info.root)
             native = self.writer.hook(info, role) if self.writer is not None and is_plain and not is_first else None

@@ -139,10 +139,10 @@ class ModuleCalls:
             if _is_tracing():
                 return
             try:
-                # Only an Exception of gpuwatch's own ends here. A signal's handler may raise at any bytecode of the
-                # main thread, and so within this call (docs.python.org/3/library/signal.html, Execution of Python
-                # signal handlers). What it raises is the script's: a checkpoint at preemption, an alarm, Ctrl-C. All
-                # handlers of errors in this folder ask `from_outside` for this reason.
+                # Only an Exception of gpuwatch's own ends here. A signal's handler runs in the main thread wherever
+                # CPython looks for signals (core/recorder/writer.py), and so within this call, too. What it raises is
+                # the script's: a checkpoint at preemption, an alarm, Ctrl-C. All handlers of errors in this folder ask
+                # `from_outside` for this reason.
                 self._enter(module)
             except Exception as error:
                 if from_outside(error):
@@ -340,14 +340,17 @@ class ModuleCalls:
         # The order below:
         #  1. find the entry of this call, as calls above it may have ended without `after`
         #  2. note whether it raised, its autograd nodes, and its collectives, before anything of ours can change them
-        #  3. forget what a collective within the call may have changed, before its arguments are looked up
+        #  3. forget what a collective within the call may have changed, before its arguments are looked up; not in a
+        #     sharded model, whose weights every call gathers anew
         #  4. write the frames of graphs that ran in the call, which come before its own
         #  5. write its frame
         #  6. read the masks among its arguments that lie on a device (record/late_masks.py)
         #  7. if FSDP or ZeRO 3 shards the model: start the readings of weights that still wait, since FSDP's own
         #     forward hook runs right after this one, and frees the weights
-        #  8. take the entry off, also if 4 to 7 have raised. If 1 to 3 raise, the entry stays: the next call drops it
-        #  9. if it was the outermost call: close the page, judge, record the inputs (`_leave_root`)
+        #  8. take the entry off, also if 4 to 7 have raised. If 1 to 3 raise, the entry stays until a call around it
+        #     returns (1.), or a module that is not known yet is called (`drop_dead`)
+        #  9. if it was the outermost call: pause the page, judge, record the inputs (`_leave_root`). The backward
+        #     writes on in it, and the root's next batch ends it
         if _this_thread() != running.thread:
             return None
         info = stack[-1]

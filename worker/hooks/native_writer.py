@@ -1,4 +1,4 @@
-"""The native frame writer (`FrameWriter` of worker/native), where it was built and torch exports tensors to C (DLPack).
+"""The native frame writer (worker/native), where it was built and torch exports tensors to C (DLPack).
 
 It is faster, and records the same as the Python path: rows.py, call_frames.py, backward.py and optimizer.py.
 Both work on the same dictionaries.
@@ -33,10 +33,10 @@ from ..record.rows import COUNT_EVERY, RowWriter
 from ..record.tensor_stats import TensorStats
 
 try:
-    from ..native.core import LAYOUT, FrameWriter
+    from ..native.core import LAYOUT, NativeFrameWriter
     from ..native.core import trace_hooks_as as trace_hooks_as
 except ImportError:  # gpuwatch was installed without a C compiler
-    LAYOUT, FrameWriter, trace_hooks_as = {}, None, None  # type: ignore[assignment,misc]
+    LAYOUT, NativeFrameWriter, trace_hooks_as = {}, None, None  # type: ignore[assignment,misc]
 
 
 _NOT_IN_DLPACK = {"unknown", "qint8", "quint8", "qint32"}
@@ -100,7 +100,7 @@ def difference(native: dict[str, int]) -> str:
 
 
 def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
-    """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
+    """Functions that the native writer's hooks call in a backward, with no Python function of ours around them."""
     buffer = DeviceStatsBuffer
     reads = rows._send_after_collectives, buffer._buffer, buffer.hold, buffer.read_rest
     return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, count_issued
@@ -114,14 +114,14 @@ class GradientTables(Protocol):
 
 
 def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: GradientTables) -> Any:
-    """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
+    """A NativeFrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
     It reads tensors in host memory itself. For a frame's tensors on a device it calls `rows.device_frame`.
     """
     # through it C reads a tensor's address, dtype and shape without a call of Python
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
-    if FrameWriter is None or exchange is None or settings.sync:
+    if NativeFrameWriter is None or exchange is None or settings.sync:
         return None
     # the part in C may be older than this Python, after an upgrade by hand: it would write at wrong offsets
     wrong = difference(LAYOUT)
@@ -129,7 +129,7 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Gradient
         progress.recorder.append(OwnFault(progress.where(), "native frame writer", wrong))
         return None
     try:
-        return FrameWriter(
+        return NativeFrameWriter(
             memory=progress.recorder.memory,
             cursor=progress.recorder.cursor,
             seen=rows.seen,

@@ -1,15 +1,15 @@
 /* Writes a frame while another process reads the file.
 
    Who owns the open page while C writes:
-   - The interpreter's lock is held from `borrow_...` to PyBuffer_Release, and nothing in between calls Python. So no other
+   - The GIL is held from `borrow_...` to PyBuffer_Release, and nothing in between calls Python. So no other
      thread of Python writes a byte meanwhile.
-   - Code in Python may be half-way through a frame when another thread gets the interpreter's lock. Such code holds the
+   - Code in Python may be half-way through a frame when another thread gets the GIL. Such code holds the
      mutex (RecorderLock, worker/record/progress.py), and its thread's id is in the cursor's cell HOLDER. C looks there, and
-     gives up if that is another thread. C never waits for the mutex here: the holder may need the interpreter's lock.
+     gives up if that is another thread. C never waits for the mutex here: the holder may need the GIL.
    - The thread that holds the mutex may write here, as a signal's handler does that has interrupted its own writing in
      Python: the mutex is an RLock. Python writes what belongs together without a call in between, so that no handler comes
      half-way (core/recorder/writer.py), and compares the counts before it writes.
-   - Between `begin_frame` and `store_frame` the interpreter's lock may be released: while a large tensor is read
+   - Between `begin_frame` and `store_frame` the GIL may be released: while a large tensor is read
      (threads.c), at each call of Python, and by finalizers, which gc until 3.11 may run at any allocation. Another thread may
      then write a frame, end the page or close the file. `store_frame` compares page and counts, and stores nothing if one
      differs. Python then writes the frame.
@@ -25,7 +25,7 @@
 
 /* The open segment; NULL, with no exception set, if there is none. The file cannot be unmapped until PyBuffer_Release: mmap
    counts who borrows its memory, and its close() refuses meanwhile. A file that is closed already lends nothing. The caller
-   keeps the interpreter's lock until then. */
+   keeps the GIL until then. */
 static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
 {
     if (self->cell.buf == NULL)

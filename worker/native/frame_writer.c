@@ -2,7 +2,8 @@
    works on the dictionaries of worker/hooks/ and worker/record/.
 
    A frame is ordinary if this code can read all of its tensors, and their numbers are finite and not near overflow. For
-   any other frame it writes nothing, enters nothing into the dictionaries, and returns 0: then Python writes the frame.
+   any other frame it writes no frame and returns 0: then Python writes it. What it has noted by then holds all the same:
+   parameters that have a hook now, a gradient that was read, values that a device fills in.
 
    Rules of CPython that hold in all of these files:
    - Arguments are borrowed: who calls holds them until the function returns. What is taken from them (an item of a list or a
@@ -378,12 +379,12 @@ static PyType_Slot writer_slots[] = {
     {Py_tp_new, writer_new}, {Py_tp_dealloc, writer_dealloc}, {Py_tp_traverse, writer_traverse},
     {Py_tp_clear, writer_clear}, {Py_tp_methods, writer_methods}, {0, NULL},
 };
-static PyType_Spec writer_spec = {"gpuwatch.worker.native.core.FrameWriter", sizeof(FrameWriter), 0, TYPE_FLAGS,
+static PyType_Spec writer_spec = {"gpuwatch.worker.native.core.NativeFrameWriter", sizeof(FrameWriter), 0, TYPE_FLAGS,
                                   writer_slots};
 
 int add_frame_writer(PyObject *module)
 {
-    PyTypeObject *type = add_type(module, "FrameWriter", &writer_spec);
+    PyTypeObject *type = add_type(module, "NativeFrameWriter", &writer_spec);
     Py_XDECREF(type);
     return type == NULL ? -1 : 0;
 }

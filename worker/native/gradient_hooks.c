@@ -3,7 +3,7 @@
    Rules of autograd:
    - It calls a hook in the thread that runs the node: on a device that is a thread of the engine (torch/csrc/autograd/engine.h,
      `start_device_threads`), and on the host the one that called backward(). Several threads of a script may do so at a
-     time. It takes the interpreter's lock for the call (python_hook.cpp), so two hooks never run at once, but one may begin
+     time. It takes the GIL for the call (python_hook.cpp), so two hooks never run at once, but one may begin
      where another has released the lock.
    - What a hook raises ends the backward, and backward() raises it in the thread of the script.
    - A hook that returns None leaves the gradient as it is. These return nothing else.

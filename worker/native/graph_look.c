@@ -1,5 +1,5 @@
 /* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/dynamo.py. torch's dispatcher calls it,
-   with the interpreter's lock, where the compiled code runs. The numbers wait in `seen` for the frame of their module. */
+   with the GIL, where the compiled code runs. The numbers wait in `seen` for the frame of their module. */
 
 #include "graph_look.h"
 

@@ -1,7 +1,7 @@
 /* What torch calls before each collective of a process group (ProcessGroup.register_pre_hook). It notes those that C++ issues
    by itself: DDP's reductions, functional collectives in compiled code. Python's own are noted by the replaced methods.
 
-   It may come in a thread of autograd's, where DDP reduces a bucket in the backward: C++ takes the interpreter's lock for it. In such
+   It may come in a thread of autograd's, where DDP reduces a bucket in the backward: C++ takes the GIL for it. In such
    a thread no signal's handler runs (see errors.c). */
 
 #include "group_methods.h"

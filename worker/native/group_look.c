@@ -1,6 +1,6 @@
 /* Reads the tensors that pass between ranks: finite or not, and how large. Calls Python only if one is not finite.
 
-   Items of the script's lists are borrowed: reading one runs no Python and keeps the interpreter's lock (`largest_of`), so no other
+   Items of the script's lists are borrowed: reading one runs no Python and keeps the GIL (`largest_of`), so no other
    thread changes the list meanwhile. Outputs are kept as weak references until the wait: they may be large, and a script that
    drops them wants their memory. */
 

@@ -7,7 +7,7 @@
      C for its own (is_cpp_function, PyCFunction_Check); one in Python would be called by C++ again, without end.
    - CPython keeps a pointer to the PyMethodDef of a function, and to its texts. They lie in the GroupMethod, which is the function's
      `self`: it lives as long as the function.
-   - pybind11 releases the interpreter's lock in many methods: other threads call others meanwhile. What a call notes is on its own
+   - pybind11 releases the GIL in many methods: other threads call others meanwhile. What a call notes is on its own
      stack, in `place`. */
 
 #include "group_methods.h"

@@ -1,4 +1,4 @@
-/* Writes the table of process groups while another process reads it. The caller keeps the interpreter's lock.
+/* Writes the table of process groups while another process reads it. The caller keeps the GIL.
 
    Each function first asks Python and torch, then borrows the map, writes, and gives it back: in between nothing is called, so no
    other thread writes, and the file cannot be closed. The phase of a slot, G_STATE, is published last (see `publish`): a

@@ -1,9 +1,9 @@
 /* Counts the operations that were issued on all process groups. Every hook asks for this number.
 
-   It runs no Python code where nothing was issued since the last call. So no signal's handler can run in here and raise in
-   the middle of a hook: Python runs the handler at the next function of Python (errors.c). Where something was issued,
-   `count` is called, which is Python (worker/record/collectives.py). What that raises may be the script's. So it goes on to
-   the caller, who must not clear it. */
+   It runs no Python code where nothing was issued since the last call, unless a process group is written in Python. So no
+   signal's handler can run in here and raise in the middle of a hook: Python runs the handler at the next function of Python
+   (errors.c). Where something was issued, `count` is called, which is Python (worker/record/collectives.py). What that raises
+   may be the script's. So it goes on to the caller, who must not clear it. */
 
 #include "issued.h"
 
@@ -60,7 +60,7 @@ static int read_issued(PyObject *history, PyObject *map, int64_t *total)
     int good = 0;
     Py_ssize_t counting = 0;
     PyObject *silent = PyObject_GetAttr(history, s_silent), *table = PyObject_GetAttr(history, s_table);
-    /* torch's counter is bound by pybind11, and may release the interpreter's lock: another thread may make a group then. A list of
+    /* torch's counter is bound by pybind11, and may release the GIL: another thread may make a group then. A list of
        the keys holds the groups, and does not change under the loop, as PyDict_Next forbids. */
     PyObject *each = PyDict_Keys(map);
     if (silent != NULL && table != NULL && each != NULL && PyDict_CheckExact(silent) &&

@@ -5,12 +5,12 @@
    OpenMP and of the driver. torch itself is loaded once in a process, so there is one set of hooks. With two phases a second
    import (`del sys.modules[...]`) would make a second module, and replace the types of the first while its hooks
    are in use. In a single phase, with a size of -1, CPython makes the module once: a second import gets the same contents.
-   An interpreter with an interpreter's lock of its own refuses such a module, which is right: the state is guarded by one. */
+   An interpreter with a GIL of its own refuses such a module, which is right: the state is guarded by one. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* Only the interpreter's lock guards that state, borrowed references and the recorder's pages. On a free-threaded Python
+/* Only the GIL guards that state, borrowed references and the recorder's pages. On a free-threaded Python
    (PEP 703) the import of a module that does not declare Py_MOD_GIL_NOT_USED turns the lock on, for all threads of the
    script. To declare it would be false. So this module is not built there, and Python does its work. */
 #ifdef Py_GIL_DISABLED

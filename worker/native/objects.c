@@ -33,7 +33,7 @@ PyObject *wrong(const char *expected)
 }
 
 /* The object of a weak reference, borrowed: another owner holds it, or it is only compared. NULL if it is gone. No other thread
-   can drop the last reference before the caller has taken one of its own: the interpreter's lock is held, and nothing is
+   can drop the last reference before the caller has taken one of its own: the GIL is held, and nothing is
    called. 3.13 deprecates PyWeakref_GetObject, which borrows, because that does not hold without the lock. */
 static PyObject *referent(PyObject *ref)
 {

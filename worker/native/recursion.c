@@ -91,7 +91,7 @@ static PyMethodDef methods[] = {
 };
 
 /* A subinterpreter would share `open_calls` with the main interpreter where one thread runs in both. A free-threaded Python
-   need not turn the interpreter's lock on again for this module (PEP 703): each thread writes its own state only. */
+   need not turn the GIL on again for this module (PEP 703): each thread writes its own state only. */
 static PyModuleDef_Slot slots[] = {
 #if PY_VERSION_HEX >= 0x030C0000
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},

@@ -1,4 +1,4 @@
-/* The rows of one frame: Rows.leaf, Rows.weight and Rows.gradient of worker/record/rows.py for ordinary tensors. */
+/* The rows of one frame: leaf, weight and gradient of RowWriter (worker/record/rows.py) for ordinary tensors. */
 
 #include "rows.h"
 

@@ -7,7 +7,7 @@
 
    Rules of the two libraries:
    - A thread of OpenMP has no state of CPython's. So what it runs, `read`, touches no Python object.
-   - With the interpreter's lock released this thread touches none either. The caller holds a reference to the tensor: its
+   - With the GIL released this thread touches none either. The caller holds a reference to the tensor: its
      memory stays, unless the script itself resizes the storage in another thread, which would break its own reads, too.
    - Within a parallel loop all threads have work already: omp_in_parallel is asked first.
    - A forked child has one thread, and the library still counts those of its parent: worker/record/host_reduce.py calls

@@ -3,7 +3,7 @@
    raise after the lock was taken and before `try` is entered.
 
    The cells are those of an array of Python's. To borrow its memory keeps the array from growing, and so from moving. They are
-   read and written with the interpreter's lock held, and so need no atomics. */
+   read and written with the GIL held, and so need no atomics. */
 
 #include "writer_lock.h"
 
@@ -22,7 +22,7 @@ typedef struct {
 
 int take_lock(PyObject *mutex, int64_t *cells)
 {
-    /* This releases the interpreter's lock while it waits. A signal's handler runs meanwhile, and ends the wait if it raises. */
+    /* This releases the GIL while it waits. A signal's handler runs meanwhile, and ends the wait if it raises. */
     PyObject *taken = PyObject_CallMethodNoArgs(mutex, s_acquire);
     if (taken == NULL)
         return 0;

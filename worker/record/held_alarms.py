@@ -200,7 +200,7 @@ class HeldAlarm:
         self._notice(bad, "not trained")
 
     def stepped(self, optimizer: Any) -> None:
-        """Notice the held outputs of models: an optimizer stepped without a bad gradient, so they did not affect it."""
+        """Notice the held outputs of models: an optimizer has stepped, and no backward had reached them."""
         self._trained.noticed(optimizer)
         models, self._models = self._models, []
         for bad in models:

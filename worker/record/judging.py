@@ -1,8 +1,8 @@
 """Calls the judge (core/judge.py) for each notable frame once its numbers are there, and records the result.
 
-A frame of tensors in host memory is judged as soon as it is written. A frame of tensors on a device is judged when its
-numbers have arrived. The frames of a page are judged in the order in which they were written, so the order of arrival
-does not change which row is the first alarm.
+A notable frame of tensors in host memory is judged as it is written, or as its forward returns while an earlier value
+of that is undecided. A frame of tensors on a device is judged when its numbers have arrived. The frames of a page are
+judged in the order in which they were written, so the order of arrival does not change which row is the first alarm.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ except ImportError:  # installed without a C compiler: no native writer asks for
 class RecorderLock(WriterLock):
     """A lock for the Python code that writes; the thread that holds it may take it again.
 
-    `__enter__` and `__exit__` are C. A signal's handler may raise at any bytecode: in Python the lock would be left
-    taken, or be given back without having been taken.
+    `__enter__` and `__exit__` are C. In Python a signal's handler may raise as they begin and as they return: the lock
+    would be left taken, or be given back without having been taken.
 
     The native writer takes no lock to write: it writes a frame without interruption, or notices another writer and
     gives up. While another thread holds this lock it gives up at once, and its caller then waits here. `cursor` is that

@@ -16,7 +16,7 @@ from gpuwatch.worker.record.progress import RecorderLock
 from gpuwatch.worker.record.tensor_stats import TensorStats
 from torch.utils.hooks import RemovableHandle
 
-READS = native_writer.FrameWriter is not None and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+READS = native_writer.NativeFrameWriter is not None and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 class AskedInPython(Exception):
@@ -35,7 +35,7 @@ class NativeReads:
         self._seen: dict[Any, Any] = {}
         self._by_memory: dict[Any, Any] = {}
         self.asked = False
-        self._writer = native_writer.FrameWriter(
+        self._writer = native_writer.NativeFrameWriter(
             memory=recorder.memory,
             cursor=recorder.cursor,
             seen=self._seen,

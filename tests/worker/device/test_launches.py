@@ -87,8 +87,8 @@ class GPT2(nn.Module):
 @pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_weights_of_a_step_and_of_a_forward_are_read_by_few_launches(tmp_path, monkeypatch, kernels, native):
     if not native:
-        monkeypatch.setattr(native_writer, "FrameWriter", None)
-    elif native_writer.FrameWriter is None:
+        monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
+    elif native_writer.NativeFrameWriter is None:
         pytest.skip("worker/native was not built where gpuwatch was installed")
     model = GPT2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -42,7 +42,7 @@ def titles(page) -> list[tuple[str, str, str | None, int]]:
 def test_a_wrapper_around_a_block_does_not_put_it_into_the_call_after_it(watch, monkeypatch, native):
     """As FSDP and activation checkpointing wrap blocks: the head is called after them, not around them."""
     if not native:
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.NativeFrameWriter", None)
     watched = watch()
     model = net()
     model[0] = checkpoint_wrapper(model[0])
@@ -976,7 +976,7 @@ def test_an_argument_that_changed_without_a_new_version_is_read_again(watch, cha
 def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
     """Without a wait for the device: the address is another one."""
     if not native:
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.NativeFrameWriter", None)
     watched = watch(on_overflow="continue")
     with torch.no_grad():
         Parallel(_other_memory)(torch.ones(2, 3))

@@ -27,20 +27,20 @@ from torch import nn
 from ..conftest import Watched
 
 pytestmark = pytest.mark.skipif(
-    taker_module.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    taker_module.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="native/core.c was not built where gpuwatch was installed, or this torch lends it no tensors",
 )
 
 
 @contextmanager
 def watching(path: Path, compiled: bool, **options: Any) -> Iterator[Watched]:
-    native_writer = taker_module.FrameWriter
+    native_writer = taker_module.NativeFrameWriter
     try:
         if not compiled:
-            taker_module.FrameWriter = None
+            taker_module.NativeFrameWriter = None
         watched = Watched(path, **options)
     finally:
-        taker_module.FrameWriter = native_writer
+        taker_module.NativeFrameWriter = native_writer
     try:
         assert (watched.hooks._gradients.writer is not None) == compiled
         yield watched
@@ -494,11 +494,11 @@ def test_wrong_parts_are_refused(tmp_path):
         def __init__(self, **parts: Any) -> None:
             good.update(parts)
 
-    real, taker_module.FrameWriter = taker_module.FrameWriter, Catch
+    real, taker_module.NativeFrameWriter = taker_module.NativeFrameWriter, Catch
     try:
         watched = Watched(tmp_path / "x.recorder")
     finally:
-        taker_module.FrameWriter = real
+        taker_module.NativeFrameWriter = real
     watched.hooks._gradients.writer = None
     try:
         for name in (
@@ -514,10 +514,10 @@ def test_wrong_parts_are_refused(tmp_path):
             "compiler",
         ):
             with pytest.raises((TypeError, ValueError)):
-                taker_module.FrameWriter(**{**good, name: 1.5})
+                taker_module.NativeFrameWriter(**{**good, name: 1.5})
         with pytest.raises(TypeError):
-            taker_module.FrameWriter()
-        native_writer = taker_module.FrameWriter(**good)
+            taker_module.NativeFrameWriter()
+        native_writer = taker_module.NativeFrameWriter(**good)
         with pytest.raises(TypeError):
             native_writer.frame()
         with pytest.raises(TypeError):

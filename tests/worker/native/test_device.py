@@ -25,7 +25,7 @@ from ..conftest import Watched
 from ..hooks.test_native_writer import KINDS, recorded, train
 
 pytestmark = pytest.mark.skipif(
-    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    native_writer.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="worker/native was not built where gpuwatch was installed, or this torch lends it no tensors",
 )
 

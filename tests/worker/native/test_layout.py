@@ -17,7 +17,7 @@ from ..conftest import Watched
 SOURCES = Path(native_writer.__file__).parents[1] / "native"
 
 pytestmark = pytest.mark.skipif(
-    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    native_writer.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="worker/native was not built where gpuwatch was installed, or this torch lends it no tensors",
 )
 

@@ -19,7 +19,7 @@ from torch import nn
 from ..conftest import Watched
 
 pytestmark = pytest.mark.skipif(
-    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    native_writer.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="worker/native was not built where gpuwatch was installed, or this torch lends it no tensors",
 )
 
@@ -30,7 +30,7 @@ LOCK_RELEASED_FROM = 1 << 27
 @pytest.fixture(params=["native", "Python"])
 def watched(request, tmp_path, monkeypatch):
     if request.param == "Python":
-        monkeypatch.setattr(native_writer, "FrameWriter", None)
+        monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
     watched = Watched(tmp_path / "x.recorder")
     assert (watched.hooks._gradients.writer is not None) == (request.param == "native")
     yield watched
@@ -148,7 +148,7 @@ def test_a_look_from_a_graph_does_not_read_freed_storage(make):
     assert dynamo.SEEN[place] == (tensor_stats.NOT_MEASURABLE, tuple(make().shape))
 
 
-# -- the interpreter's lock -----------------------------------------------------------------------------------------
+# -- the GIL -------------------------------------------------------------------------------------------------------
 
 
 class WhileReading:

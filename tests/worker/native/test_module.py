@@ -20,7 +20,7 @@ def test_a_second_import_gets_the_same_types(monkeypatch):
     monkeypatch.delitem(sys.modules, core.__name__)
     again = importlib.import_module(core.__name__)
     assert again is not core
-    assert (again.FrameWriter, again.WriterLock) == (core.FrameWriter, core.WriterLock)
+    assert (again.NativeFrameWriter, again.WriterLock) == (core.NativeFrameWriter, core.WriterLock)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -39,7 +39,7 @@ from ..hooks.test_native_writer import train
 from .test_device import decoded
 
 pytestmark = pytest.mark.skipif(
-    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    native_writer.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="worker/native was not built where gpuwatch was installed, or this torch lends it no tensors",
 )
 
@@ -301,7 +301,7 @@ def test_a_training_on_a_device_is_recorded_as_python_records_it(tmp_path, monke
     for native in (True, False):
         use_late_device(monkeypatch, LateDevice(1))
         if not native:
-            monkeypatch.setattr(native_writer, "FrameWriter", None)
+            monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
         watched = Watched(tmp_path / f"{native}.recorder", watch=("forward", "weights", "grads"))
         try:
             rows = watched.hooks.rows

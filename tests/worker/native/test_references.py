@@ -246,9 +246,9 @@ def test_what_a_function_that_c_calls_has_raised(call, monkeypatch, error):
         raise error
 
     given = {}
-    monkeypatch.setattr(native_writer, "FrameWriter", lambda **parts: given.update(parts))
+    monkeypatch.setattr(native_writer, "NativeFrameWriter", lambda **parts: given.update(parts))
     native_writer.native_writer_of(call.watched.hooks.progress, call.rows, call.gradients)
-    call.writer = core.FrameWriter(**{**given, "modes": modes})
+    call.writer = core.NativeFrameWriter(**{**given, "modes": modes})
 
     def frame() -> None:
         try:
@@ -261,13 +261,13 @@ def test_what_a_function_that_c_calls_has_raised(call, monkeypatch, error):
 
 def test_a_writer(call, monkeypatch):
     given: dict[str, Any] = {}
-    monkeypatch.setattr(native_writer, "FrameWriter", lambda **parts: given.update(parts))
+    monkeypatch.setattr(native_writer, "NativeFrameWriter", lambda **parts: given.update(parts))
     native_writer.native_writer_of(call.watched.hooks.progress, call.rows, call.gradients)
-    check(lambda: core.FrameWriter(**given), *given.values())
+    check(lambda: core.NativeFrameWriter(**given), *given.values())
 
     def refused(name: str) -> None:
         with pytest.raises((TypeError, ValueError)):
-            core.FrameWriter(**{**given, name: 1.5})
+            core.NativeFrameWriter(**{**given, name: 1.5})
 
     for name in ("seen", "numbers", "near", "exchange", "memory", "cursor", "version"):
         check(lambda name=name: refused(name), *given.values())

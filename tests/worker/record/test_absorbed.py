@@ -51,7 +51,7 @@ class Net(nn.Module):
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.NativeFrameWriter", None)
     if request.param == "late":
         request.getfixturevalue("late")
     return request.param

@@ -50,7 +50,7 @@ HOW = {
 @pytest.fixture(params=["native", "python", "late", "late, by python"])
 def reader(request, monkeypatch):
     if "python" in request.param:
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.NativeFrameWriter", None)
     if "late" in request.param:
         request.getfixturevalue("late")
 

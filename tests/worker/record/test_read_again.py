@@ -34,7 +34,7 @@ def driver(request, monkeypatch):
 @pytest.fixture(params=["native", "python"])
 def writer(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr(native_writer, "FrameWriter", None)
+        monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
 
 
 class Reduced(nn.Module):

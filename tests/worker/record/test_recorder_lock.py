@@ -29,7 +29,7 @@ def driver(request, monkeypatch):
 def writer(request, monkeypatch):
     """`both`: the native writer gives up every other frame, as it does with what it cannot record."""
     if request.param == "python":
-        monkeypatch.setattr(native_writer, "FrameWriter", None)
+        monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
     return request.param
 
 
@@ -126,7 +126,7 @@ def losses_of(model, round_):
 
 
 @pytest.mark.skipif(
-    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    native_writer.NativeFrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
     reason="worker/native was not built, or torch is too old for it",
 )
 def test_the_native_writer_gives_up_while_another_thread_writes(watch):

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..conftest import Watched, use_late_device
 
-pytestmark = pytest.mark.skipif(native_writer.FrameWriter is None, reason="worker/native was not built")
+pytestmark = pytest.mark.skipif(native_writer.NativeFrameWriter is None, reason="worker/native was not built")
 LAYERS = 4
 
 

@@ -133,7 +133,7 @@ int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
     gather(frame, &asked);
     if (asked.used == 0)
         return 1;
-    /* Python is called below, and writes into the recorder. The wait may release the interpreter's lock: `follow_segment` and
+    /* Python is called below, and writes into the recorder. The wait may release the GIL: `follow_segment` and
        `store_frame` find out what others wrote. An exception that is set goes through `leave_lock` to the caller's drop_error. */
     if (!take_lock(self->mutex, self->cell.buf))
         return 0;

@@ -52,7 +52,7 @@ static int start(const LaunchedKernel *kernel, unsigned long programs, void *str
         arguments[i] = &values[i];
     if (launch_kernel == NULL)
         return NOT_INITIALIZED;
-    /* It waits where very many launches are outstanding: a thread that waits with the interpreter's lock stops all others. Only
+    /* It waits where very many launches are outstanding: a thread that waits with the GIL stops all others. Only
        memory of this function is used meanwhile. */
     PyThreadState *released = PyEval_SaveThread();
     const int error = launch_kernel(kernel->function, (unsigned)programs, 1, 1, kernel->threads, 1, 1, kernel->shared,

@@ -1,4 +1,4 @@
-/* The numbers of a frame's tensors on a device: a reader in Python starts to read them. */
+/* The numbers of a frame's tensors on a device: read from here, or by the reader in Python for what this cannot read. */
 
 #ifndef GPUWATCH_DEVICE_ROWS_H
 #define GPUWATCH_DEVICE_ROWS_H

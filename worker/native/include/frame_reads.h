@@ -5,7 +5,7 @@
 
 #include "rows.h"
 
-/* Read and number; 0 if Python must write the frame. May release the interpreter's lock, and calls Python for tensors on a
+/* Read and number; 0 if Python must write the frame. May release the GIL, and calls Python for tensors on a
    device. `step`: optimizer steps so far. The numbers of a weight are valid within one step. */
 int read_rows(FrameWriter *self, Frame *frame, int64_t step);
 

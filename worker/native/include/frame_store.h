@@ -24,7 +24,7 @@ int64_t take_values(FrameWriter *self, const Frame *frame, int count, int64_t *i
 
 /* Store the values, then the rows, then the frame. Each count is written after its entries, because readers of the file
    trust the counts. A full segment is continued in the next one. 0, and no frame is stored, if something else was written
-   since `begin_frame`: the interpreter's lock may have been released in between. */
+   since `begin_frame`: the GIL may have been released in between. */
 int store_frame(FrameWriter *self, Frame *frame, const Call *call);
 
 #endif

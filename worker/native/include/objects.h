@@ -57,7 +57,7 @@ int was_done(PyObject *result);
    `tuple` may be NULL. Py_BuildValue reads its format twice and takes three times as long. */
 PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count);
 
-/* Borrowed; NULL with no exception set. It is valid until the interpreter's lock may be released or Python is called: then another
+/* Borrowed; NULL with no exception set. It is valid until the GIL may be released or Python is called: then another
    thread may take the item out of the dictionary, and with it the last reference. Keys are integers, strings or tuples of
    these, whose comparison runs no Python. */
 static inline PyObject *find(PyObject *dict, PyObject *key)

@@ -14,7 +14,7 @@ typedef struct {
 void choose_width(void);
 
 /* Read `count` floats of a dtype of EACH_FLOAT. The flags of non-finite numbers are left out of `meta`. The caller keeps the
-   memory alive and holds the interpreter's lock: see `read_parts`. */
+   memory alive and holds the GIL: see `read_parts`. */
 void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbers);
 
 /* Read a tensor that `is_plain` or `is_plain_integer`, as above. 0 if its numbers are left to Python: one of them is not

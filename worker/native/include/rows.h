@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     Row rows[MOST_ROWS];
     int used;
-    int may_wait; /* a tensor on a device: see DeviceStatsBuffer.read_later */
+    int may_wait; /* a tensor on a device: its numbers may be read together with others' (device_rows.c) */
     int64_t seq; /* collectives issued so far */
     int64_t at, page, batch, value_base, frames, row_count, values;
 } Frame;

@@ -1,4 +1,4 @@
-/* Reads a tensor: a large one with torch's own threads, and a very large one with the interpreter's lock released. */
+/* Reads a tensor: a large one with torch's own threads, and a very large one with the GIL released. */
 
 #ifndef GPUWATCH_THREADS_H
 #define GPUWATCH_THREADS_H
@@ -7,13 +7,13 @@
 #include <Python.h>
 #include <stddef.h>
 
-/* Tensors of at least this many bytes are read with the interpreter's lock released. threads.c has the measurement. */
+/* Tensors of at least this many bytes are read with the GIL released. threads.c has the measurement. */
 #define RELEASE_FROM ((size_t)1 << 27)
 
 enum { MOST_PARTS = 64 };
 
 /* Call `read` for the parts of `count` elements of `bytes` bytes each, of which `first` is the first of `count`; a part may
-   have none. Returns how many parts there are. The caller holds the interpreter's lock. It is released for RELEASE_FROM bytes
+   have none. Returns how many parts there are. The caller holds the GIL. It is released for RELEASE_FROM bytes
    and more, so another thread may run then. */
 int read_parts(size_t count, long bytes, void (*read)(void *about, int part, size_t first, size_t count), void *about);
 
