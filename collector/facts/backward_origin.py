@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...core.events.looked_again import GraphNode
 from ...core.frames import Frame, FramePhase, Row, RowKind
@@ -187,27 +186,26 @@ class _BackwardTrail:
             note = f"no frame shows a call of {quoted(module)}: {used}"
             return self._made_inside(first, note, below=True)
         if self._may_be_reduced(mine):
-            return self._diagnosis(module, self._frame.cls, received=True)
+            return self._diagnosis((module, self._frame.cls), received=True)
         sharing = sorted(self._sharing())
         if sharing:
             named = ", ".join(map(quoted, sharing))
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
-            return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
+            return self._diagnosis((module, self._frame.cls), sure=False, notes=(note,))
         if any(_is_inside(other.module, first.module) for other in self._calls.frames):
             # made by its own code, or by a call that used what its own code had made
             inside = users_inside(self._calls, first, -1)
             suspects = tuple(dict.fromkeys(call.module for call in inside.takers))
             return self._diagnosis(
-                first.module,
-                first.cls,
+                (first.module, first.cls),
                 between=(self._last_finite(first.module, below=True), self._name),
                 sure=not suspects,
                 makers=PossibleMakers(suspects, own_code=(first.module,)),
             )
         if self._is_too_large_for(mine):
             note = "what it received is too small for that: the loss, or other code, may have used the parameter, too"
-            return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
-        return self._diagnosis(module, self._frame.cls)
+            return self._diagnosis((module, self._frame.cls), sure=False, notes=(note,))
+        return self._diagnosis((module, self._frame.cls))
 
     def _is_too_large_for(self, mine: list[Frame]) -> bool:
         """Whether a Linear or an Embedding cannot have made this gradient of its parameter itself.
@@ -232,8 +230,7 @@ class _BackwardTrail:
     ) -> LocalDiagnosis:
         """Made inside of a call that shows no more. The last finite gradient there may be its own, unless `below`."""
         return self._diagnosis(
-            call.module,
-            call.cls,
+            (call.module, call.cls),
             received=self._may_be_reduced([call]),
             between=(self._last_finite(call.module, below=below), self._name),
             sure=False,
@@ -280,12 +277,11 @@ class _BackwardTrail:
         (call,) = calls.values()
         role = self._role_in(call)
         if self._calls.children(call) or not role:
-            after = self._last_finite(call.module, below=True)
-            fields: dict[str, Any] = {"between": (after, self._name)}
+            between = (self._last_finite(call.module, below=True), self._name)
             makers = PossibleMakers(own_code=(call.module,), excluded=tuple(excluded))
-        else:
-            fields, makers = {"role": f"grad {role}"}, PossibleMakers(excluded=tuple(excluded))
-        return self._diagnosis(call.module, call.cls, makers=makers, **fields)
+            return self._diagnosis((call.module, call.cls), between=between, makers=makers)
+        makers = PossibleMakers(excluded=tuple(excluded))
+        return self._diagnosis((call.module, call.cls), role=f"grad {role}", makers=makers)
 
     def _all_finite(self, module: str, outputs: int) -> bool:
         """Whether the gradients of all outputs of a module, at least `outputs` of them, were seen and finite."""
@@ -330,15 +326,14 @@ class _BackwardTrail:
         if user is None:
             if users.returned and not users.calls and not users.own_code:
                 # the script's own loss made the gradient, or the next stage of a pipeline
-                return self._diagnosis("", self._alarm.root_class, source="outside", between=("", self._name))
+                return self._diagnosis(("", self._alarm.root_class), source="outside", between=("", self._name))
             return self._somewhere(users, own_code, sure=bool(users.calls or users.own_code))
         if not self._calls.children(user):
             if not self._seen_finite([user]):
                 return self._somewhere(users, own_code, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
             return self._diagnosis(
-                user.module,
-                user.cls,
+                (user.module, user.cls),
                 role=f"grad {role}",
                 received=user.collectives > 0 or self._may_be_received([user]),
                 sure=not own_code,
@@ -437,9 +432,9 @@ class _BackwardTrail:
         last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
         after = max(last)[1] if last else self._last_finite(scope)
         calls = self._calls_of(scope)
+        cls = calls[-1].cls if calls else self._alarm.root_class if scope == "" else "?"
         return self._diagnosis(
-            scope,
-            calls[-1].cls if calls else self._alarm.root_class if scope == "" else "?",
+            (scope, cls),
             received=self._may_be_received(users.calls),
             between=(after, self._name),
             sure=sure and not suspects and not own_code,
@@ -447,11 +442,29 @@ class _BackwardTrail:
         )
 
     def _diagnosis(
-        self, module: str, cls: str, *, received: bool = False, source: Source = "made", **fields: Any
+        self,
+        place: tuple[str, str],
+        *,
+        received: bool = False,
+        source: Source = "made",
+        role: str = "",
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        makers: PossibleMakers | None = None,
+        notes: Iterable[str] = (),
     ) -> LocalDiagnosis:
-        place: Any = {"module": module, "cls": cls}
-        source = "received" if received else source
-        return self._alarm.diagnosis(self._frame, self._row, source, FramePhase.BACKWARD, **place, **fields)
+        return self._alarm.diagnosis(
+            self._frame,
+            self._row,
+            "received" if received else source,
+            FramePhase.BACKWARD,
+            place=place,
+            role=role,
+            between=between,
+            sure=sure,
+            makers=makers,
+            notes=notes,
+        )
 
 
 def _is_inside(module: str, scope: str) -> bool:

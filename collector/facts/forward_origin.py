@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -74,11 +74,11 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
     it looks like its maker. Among several candidates, the one whose attribute held the value is named.
     """
     again = alarm.anomaly.again
-    if again is None or found.source != "made" or found.frame != first.index:
+    if again is None or found.source != "made" or found.row.frame != first.index:
         return found
     values = {row.role: row.value for row in first.rows}
     makers = {each.module: each for each in again.own_code}
-    if not makers.keys() - {found.module} or values.get(again.own_code_of) != values.get(found.at[2]):
+    if not makers.keys() - {found.module} or values.get(again.own_code_of) != values.get(found.row.role):
         return found
     holders = makers.keys() & {each.module for each in again.held}
     own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
@@ -91,7 +91,7 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
         found,
         module=scope,
         cls=classes.get(scope, "?"),
-        role=found.at[2],
+        role=found.row.role,
         between=None,
         sure=False,
         makers=PossibleMakers(own_code=own_code),
@@ -110,11 +110,9 @@ def _of_buffer(found: LocalDiagnosis, alarm: AlarmPage) -> LocalDiagnosis:
         phase=FramePhase.BUFFER,
         source="buffer",
         role=role,
-        value=held.value,
+        row=replace(found.row, module=found.module, cls=found.cls, role=role, value=held.value, shape=None),
         between=None,
-        shape=None,
         makers=PossibleMakers(),
-        at=(found.module, found.cls, role),
         notes=(f"first seen in the forward: {found.text}", *found.notes),
     )
 
@@ -168,8 +166,9 @@ class _ForwardTrail:
         notes = [f"no earlier batch was received, so it is unknown whether {mask.role} always holds -inf"]
         if before is not None:
             notes = [f"{mask.role} held -inf in batch {before.batch} as well, and caused no nan"]
-        if given.at != (frame.module, frame.cls, mask.role):
-            notes.insert(0, f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
+        source = given.row
+        if (source.module, source.cls, source.role) != (frame.module, frame.cls, mask.role):
+            notes.insert(0, f"the -inf in {mask.role} came from {source.role} of {source.place}")
         text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
         return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, minus_inf=text)
 
@@ -231,9 +230,12 @@ class _ForwardTrail:
         if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
             return None
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
-        row, place = _weight_row(bad.role, bad.value, bad.dtype), {"module": bad.module, "cls": bad.cls}
-        found = self._diagnosis(frame, row, "weight", FramePhase.WEIGHT, **place, sure=False, notes=(note,))
-        return replace(found, weight=replace(found.weight, changed_since=True), at=(bad.module, bad.cls, bad.role))
+        row, place = _weight_row(bad.role, bad.value, bad.dtype), (bad.module, bad.cls)
+        changed = WeightEvidence(changed_since=True)
+        found = self._diagnosis(
+            frame, row, "weight", FramePhase.WEIGHT, place=place, sure=False, notes=(note,), weight=changed
+        )
+        return replace(found, row=replace(found.row, module=bad.module, cls=bad.cls))
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         children = self._calls.children(frame)
@@ -335,8 +337,7 @@ class _ForwardTrail:
             holder,
             bad,
             "received" if 0 <= since < now else "made",
-            module=holder.parent or "",
-            cls=self._class_of(holder, parent),
+            place=(holder.parent or "", self._class_of(holder, parent)),
             between=(before.module if before is not None else "", holder.module or holder.cls),
             sure=sure,
             notes=notes,
@@ -379,11 +380,17 @@ class _ForwardTrail:
         source: Source,
         phase: FramePhase = FramePhase.FORWARD,
         *,
+        place: tuple[str, str] | None = None,
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        notes: Iterable[str] = (),
+        weight: WeightEvidence | None = None,
         minus_inf: str = "",
-        **fields: Any,
     ) -> LocalDiagnosis:
         mask = MaskEvidence(minus_inf, self._turned)
-        found = self._alarm.diagnosis(frame, row, source, phase, mask=mask, **fields)
+        found = self._alarm.diagnosis(
+            frame, row, source, phase, place=place, between=between, sure=sure, notes=notes, weight=weight, mask=mask
+        )
         if row.mark & RowMark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
