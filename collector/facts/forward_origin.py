@@ -20,7 +20,7 @@ from .calls import FrameCalls, begun, returns
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event
 from .diagnosis_parts import MaskEvidence, WeightEvidence
 from .followed_rows import EarlierRow, bad_input_of, neginf_before, worst
-from .step_origin import UNSEEN, WeightHistory, history_of
+from .weight_history import UNSEEN, WeightHistory, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 

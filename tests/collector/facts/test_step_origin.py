@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.facts.diagnosis import from_event
+from gpuwatch.collector.facts.optimizer_rules import KnownStep, can_make_non_finite
 from gpuwatch.collector.facts.rank_origin import origin_in_page
-from gpuwatch.collector.facts.step_origin import KnownStep, can_make_non_finite
 from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 
 
