@@ -22,7 +22,8 @@ from .assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find
 from .assemble.timeline import is_sound, limit_text, passing_text, utc
 from .decide.overflow_at_rest import RestingOverflow, overflow_at_rest
 from .decide.overflow_verdict import overflow_verdict
-from .facts.fold import FactFold, shown_body
+from .facts.fold import FactFold
+from .facts.shown_body import shown_body
 from .report.sentence_parts import one_on
 from .report.verdict import Verdict
 

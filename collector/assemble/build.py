@@ -214,9 +214,21 @@ def _rank_report(
 
 
 def _anomaly(found: LocalDiagnosis) -> model.RankAnomaly:
-    names = ("batch", "step", "frame", "module", "cls", "phase", "value", "dtype", "between")
-    alike = {name: getattr(found, name) for name in names} | {"seq": found.issued.seq}
-    return model.RankAnomaly(role=found.own_role, origin=found.is_origin, seen_in=found.shown_by, **alike)
+    return model.RankAnomaly(
+        batch=found.batch,
+        step=found.step,
+        frame=found.row.frame,
+        module=found.module,
+        cls=found.cls,
+        phase=found.phase,
+        role=found.own_role,
+        value=found.row.value,
+        dtype=found.row.dtype,
+        origin=found.is_origin,
+        between=found.between,
+        seq=found.issued.seq,
+        seen_in=found.shown_by,
+    )
 
 
 def _state(rank: RankFacts) -> str:

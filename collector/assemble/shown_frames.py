@@ -50,7 +50,7 @@ def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
         page = page_of(facts, found)
         if page is None:
             return None
-        return ReportTarget(rank, page, next((f for f in page.frames if f.index == found.frame), None))
+        return ReportTarget(rank, page, next((f for f in page.frames if f.index == found.row.frame), None))
     if verdict.kind == VerdictKind.OVERFLOW:
         return None
     return next((ReportTarget(rank, rank.pages[max(rank.pages)], None) for rank in ranks if rank.pages), None)
@@ -103,8 +103,8 @@ def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarge
     if own is not None and own.source in ("received", "reduced") and target is not None and rank is not target.rank:
         own = None
     if own is not None and (own.batch, own.root) == (page.batch, page.root):
-        shown = rank.anomalies[0].frame if own.mask.turned is not None and own.from_page else own.frame
-        return max(shown, own.frame)
+        shown = rank.anomalies[0].frame if own.mask.turned is not None and own.from_page else own.row.frame
+        return max(shown, own.row.frame)
     if target is not None and target.frame is not None:
         wanted = target.frame
         alike = [frame for frame in page.frames if (frame.module, frame.phase) == (wanted.module, wanted.phase)]

@@ -44,20 +44,20 @@ def cause_of_loss(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | Non
     again = _second_look(facts, first)
     if again is None or not all(row.finite for _, row in what_script_got(_forward(facts, first))):
         return None
-    return _of_loss(facts, first, first.value, first.dtype, again)
+    return _of_loss(facts, first, first.row.value, first.row.dtype, again)
 
 
 def cause_of_scale(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
     """The cause where a GradScaler's scale made a loss of float16 inf; None if it did not."""
     again = _second_look(facts, first)
-    return _of_scale(first.value, first.dtype, again) if again is not None else None
+    return _of_scale(first.row.value, first.row.dtype, again) if again is not None else None
 
 
 def _second_look(facts: RunFacts, first: LocalDiagnosis) -> LookedAgain | None:
     """None if there is none at this batch, or if the value may come from another rank."""
     rank = facts.one(first.attempt, first.rank)
     alarm = next((each for each in rank.anomalies if each.again is not None), None)
-    if alarm is None or alarm.where.batch != first.batch or first.passed:
+    if alarm is None or alarm.where.batch != first.batch or first.passage.passed:
         return None
     return alarm.again
 
@@ -75,7 +75,7 @@ def cause_of_backward(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause |
     if bad_loss is not None or not (is_outside or first.is_origin):
         return None
     where = "between the model's output and the loss" if is_outside else f"in `{first.module or first.cls}`"
-    return _in_derivatives(_makers(graph, first.module if first.is_origin else ""), losses, first.dtype, where)
+    return _in_derivatives(_makers(graph, first.module if first.is_origin else ""), losses, first.row.dtype, where)
 
 
 def cause_of_loose(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | None:
@@ -85,7 +85,9 @@ def cause_of_loose(facts: RunFacts, first: LocalDiagnosis) -> OverflowCause | No
         return None
     if any(loss.value != "finite" or (loss.abs_max or 0.0) > _HUGE for loss in again.losses):
         return None
-    return _in_derivatives(_makers(again.graph, ""), again.losses, first.dtype, f"between `{first.role}` and the loss")
+    return _in_derivatives(
+        _makers(again.graph, ""), again.losses, first.row.dtype, f"between `{first.role}` and the loss"
+    )
 
 
 def _in_derivatives(

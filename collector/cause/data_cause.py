@@ -146,7 +146,7 @@ def of_bad_input(clues: CauseClues) -> OverflowCause | None:
     Of an -inf nobody can say whether it is a mask.
     """
     first, page = clues.first, page_of(clues.facts, clues.first)
-    rows = _root_rows(page.frames) if page is not None and not first.passed else []
+    rows = _root_rows(page.frames) if page is not None and not first.passage.passed else []
     bad = next((row for row in rows if not row.finite and not row.only_neginf), None)
     if bad is None:
         return None
@@ -162,7 +162,7 @@ def of_bad_input(clues: CauseClues) -> OverflowCause | None:
 def of_input(clues: CauseClues) -> OverflowCause | None:
     """What the model was handed was not finite."""
     first = clues.first
-    if first.passed:
+    if first.passage.passed:
         return None
     rank = clues.facts.one(first.attempt, first.rank)
     inputs = next((each for each in rank.batch_inputs if each.where.batch == first.batch), None)
@@ -175,7 +175,7 @@ def of_input(clues: CauseClues) -> OverflowCause | None:
     return OverflowCause(
         "data",
         _S,
-        f"the batch itself: {first.role} holds {first.value}{pattern}{found}{finite}",
+        f"the batch itself: {first.role} holds {first.row.value}{pattern}{found}{finite}",
         [f"Look at {origin}, and at what the script makes of it." if origin else LOOK_AT_LOADER],
     )
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...core.events.across_ranks import PassedTensor
 from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
-from ...core.verdicts import Certainty
+from ...core.verdicts import Certainty, VerdictKind
 from ..cause.cause_clues import CauseClues
 from ..cause.script_cause import cause_between
 from ..cause.training_cause import of_growth
@@ -30,12 +30,12 @@ from ..facts.replicas import page_of, peers
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, whose
 from ..report.sentence_parts import one_on, ranks_text
-from ..report.verdict import Verdict
+from ..report.verdict import RankFields, Verdict
 from .diagnosis_order import DiagnosisOrder
 from .doubts import doubts_about
 from .overflow_advice import next_steps
 from .overflow_evidence import missing_ranks
-from .overflow_words import explain_command, overflow_at
+from .overflow_words import explain_command, place_of
 from .own_before import way_text
 from .passed_values import PassedOperations, RankSummand, element_line, put_line
 
@@ -136,19 +136,19 @@ def of_reduced(
     put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
     cause = f" ({first.cause})" if first.cause else ""
     proven = found.is_proven and not failed
-    whose_code: dict[str, Any] = {}
+    whose_code: RankFields = {}
     if put is not None:
         rank = facts.one(first.attempt, put.where.rank)
         whose_code = whose(facts, rank)
         evidence.append(put_line(put, ", every other rank finite numbers"))
     hook = cause_between(rank, put.where.step, put.elements) if put is not None else None
-    return overflow_at(
-        first,
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        _statement(first, tier, found if settled else None, put) + cause,
+        Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
         **whose_code,
+        **(place_of(first) | {"phase": FramePhase.COLLECTIVE}),
         cause=hook,
-        statement=_statement(first, tier, found if settled else None, put) + cause,
-        certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
-        phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
         next=[
             *(hook.next if hook is not None else []),
@@ -163,7 +163,7 @@ def _statement(
     first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: PassedTensor | None
 ) -> str:
     """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
-    what = f"{first.value} in the {first.role} of {first.place}"
+    what = f"{first.row.value} in the {first.role} of {first.place}"
     if found is None:
         who = ranks_text([other.rank for other in tier]).capitalize()
         after = "after the gradients were reduced: it may have come from any rank"
@@ -171,7 +171,7 @@ def _statement(
     finite = "every rank's own gradient was finite"
     if found.answer == "sum":
         where = f"the reduction over the ranks in batch {first.batch}"
-        return f"{what} came out of {where}: {finite}, but their sum was not ({first.dtype})."
+        return f"{what} came out of {where}: {finite}, but their sum was not ({first.row.dtype})."
     code = f"{_NO_SUM[found.answer]}; code that no frame shows made it"
     if put is not None:
         where = f"by rank {put.where.rank} between its backward and {way_text(put)} in batch {first.batch}"
@@ -190,7 +190,7 @@ _NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no"
 def _sum_lines(found: GradientSum, first: LocalDiagnosis) -> list[str]:
     if not found.own or not found.got:
         return []
-    is_nan = first.value == "nan" and found.answer == "no"
+    is_nan = first.row.value == "nan" and found.answer == "no"
     lines = [found.line(), *(["nan is no sum of finite numbers"] if is_nan else [])]
     if found.fine:
         lines.append(f"{ranks_text(found.fine)}: what the optimizer got was finite, and a sum is the same on all ranks")
@@ -205,7 +205,7 @@ def _element_line(facts: RunFacts, found: GradientSum, first: LocalDiagnosis) ->
         is_there = anomaly is not None and (anomaly.module, anomaly.role) == (first.module, first.role)
         again = anomaly.again if anomaly is not None and is_there and anomaly.where.step == first.step else None
         summands.append(RankSummand(rank, again.reduced if again is not None else None, row.abs_max))
-    dtype = _NARROWER if found.answer == "narrower" else first.dtype
+    dtype = _NARROWER if found.answer == "narrower" else first.row.dtype
     line = element_line(f"its {first.role}, as each backward made it", summands, dtype) if found.answer != "no" else ""
     return [line] if line else []
 
@@ -234,13 +234,13 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     seen = f"rank {first.rank}: the gradient"
     code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
     cause = of_growth(CauseClues(facts, first))
-    return overflow_at(
-        first,
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        f"{who} made {first.row.value} out of a finite gradient before its step: {what}; {code}.",
+        Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         **whose(facts, rank),
+        **(place_of(first) | {"phase": FramePhase.OPTIMIZER}),
         cause=cause,
-        statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
-        certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
-        phase=FramePhase.OPTIMIZER,
         evidence=[
             f"{seen} was finite when the backward made it",
             *_norm_lines(page_of(facts, first)),

@@ -57,7 +57,7 @@ def clues_of(
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
     ended = facts.one(first.attempt, first.rank).script_exit
-    may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
+    may_be_wild = odd is None and first.row.phase in _SHOWN and (first.is_origin or from_outside)
     return AdviceClues(
         wild=wild_weight(facts, first) if may_be_wild else None,
         large=large,
@@ -80,7 +80,7 @@ def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[
     steps = known or _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
     if (
         not known
-        and first.dtype == "float16"
+        and first.row.dtype == "float16"
         and first.source in ("made", "reduced")
         and first.phase != FramePhase.OPTIMIZER
     ):
@@ -136,7 +136,7 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
             return "Watch what runs before that module, too: omit --modules, or let it match more modules."
         return "Look at the inputs of that module: the frames of what ran before it in that batch were not received."
     if first.phase == FramePhase.INPUT:
-        if first.passed:
+        if first.passage.passed:
             before = "Look at what this rank receives, and at what it calls before that model."
             return f"{before} If that is finite, look at its data loader."
         return LOOK_AT_LOADER
@@ -185,7 +185,7 @@ def _step_for_optimizer(first: LocalDiagnosis) -> str:
 def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.weight.computed:
         return "Check the code that computes this weight, and its inputs."
-    if first.seen_in == FramePhase.OPTIMIZER:
+    if first.row.phase == FramePhase.OPTIMIZER:
         if is_param_group(first.module) and first.weight.history:
             return "Look at what the script computes between that tensor and the loss."
         if clues.gradients:
@@ -202,12 +202,12 @@ def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
 def _step_for_backward(first: LocalDiagnosis) -> str:
     if first.cause:
         return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
-    if first.source == "outside" and first.passed:
+    if first.source == "outside" and first.passage.passed:
         others = "what the script does with the model's output, another model, another rank"
         return f"Look at where that gradient comes from: {others}."
     if first.source == "outside":
         return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
-    if first.value == "nan":
+    if first.row.value == "nan":
         clamp = "clamp its input: torch.where around it keeps the forward finite, not the backward"
         return f"Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and {clamp}."
     return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."

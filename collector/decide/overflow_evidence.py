@@ -32,14 +32,14 @@ def evidence_of(
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
     wild: WildWeight | None,
-) -> tuple[str, list[str]]:
+) -> tuple[Certainty, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes]
     if first.mask.turned is not None and not first.mask.text:
         lines.append(f"-inf alone is expected in masks; {module_text(*first.mask.turned)} turned it into nan")
     lines += _of_weight(first, odd)
     # whether the first non-finite row was an output, also where a weight that differs is blamed for it
-    made = parse_role(first.at[2]).kind is RoleKind.OUTPUT
+    made = parse_role(first.row.role).kind is RoleKind.OUTPUT
     is_odd = odd is not None and odd.agreed_in is None and made
     doubts = [""] if first.source in ("carried", "unread") or not first.sure or is_odd else []
     if not first.from_page:
@@ -131,8 +131,8 @@ _HANDED = {
 
 
 def _of_itself(first: LocalDiagnosis) -> list[str]:
-    where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
-    seen = module_text(first.at[0], first.at[1])
+    where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.row.frame}"
+    seen = first.row.place
     if first.source == "carried":
         return [f"{where}: {first.place} received a non-finite value; its origin was not seen"]
     if first.cls == NAMED_BY_SCRIPT and first.source in ("made", "unread"):
@@ -140,7 +140,9 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.source == "unread":
         return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
     if first.source == "buffer":
-        return [f"{where.rpartition(',')[0]}: {first.role} of {first.place} held {first.value} when the forward began"]
+        return [
+            f"{where.rpartition(',')[0]}: {first.role} of {first.place} held {first.row.value} when the forward began"
+        ]
     if first.source == "left":
         left = "what was in .grad when the module was first called was still there when it began"
         return [f"{where}: {first.role} of {seen} was not finite before that backward began: {left}"]
@@ -156,22 +158,22 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             more = f"; its weights were finite when they were last read, and not read since ({since})"
         return [f"{where}: {finite}, its {first.role} was not{more}"]
     if first.phase == FramePhase.LOSS:
-        return [f"{where}: the tensor on which backward was called was {first.value}"]
+        return [f"{where}: the tensor on which backward was called was {first.row.value}"]
     if first.phase == FramePhase.BACKWARD:
-        line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
+        line = f"{where}: {first.row.role} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
             return [line, f"the model returned what {seen} had returned: its gradient comes from outside the model"]
         if first.between is not None:
             return [line + (f"; that of `{first.between[0]}` was finite before" if first.between[0] else "")]
-        if first.role == first.at[2]:
+        if first.role == first.row.role:
             return [line, f"the gradient of what {seen} returned was finite"]
         if first.makers.excluded:
             others = "; ".join(first.makers.excluded[:_MAX_LINES])
             return [line, f"the gradient of what {first.place} returned was finite; {_EXCLUDED}: {others}"]
         used = "received" if first.makers.own_code else "alone used"
         return [line, f"{first.place} {used} that tensor, and the gradient of its own output was finite"]
-    if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
-        return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
+    if first.phase == FramePhase.OPTIMIZER and parse_role(first.row.role).kind is RoleKind.STATE:
+        return [f"{where}: {first.row.role} of {seen} was not finite after the step"]
     if first.phase == FramePhase.OPTIMIZER:
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from ...core.events.run_position import RankEvent
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
-from ...core.verdicts import Certainty
+from ...core.verdicts import Certainty, VerdictKind
 from ..cause.backward_cause import bad_variable
 from ..cause.cause import cause_of
 from ..cause.cause_clues import CauseClues
@@ -39,7 +39,8 @@ from .overflow_words import (
     is_of_no_module,
     operation_lines,
     operation_of,
-    overflow_at,
+    place_in_collective,
+    place_of,
     sentence,
 )
 from .own_before import way_text, without_fed
@@ -58,7 +59,6 @@ _TIERS = (
 those of the first line that occurs here are named: whoever made a value can have sent it to whoever received it."""
 _MOST_PASSED = 8
 """How many ranks whose value came from outside are checked for transfers that may have brought it."""
-_OF_NO_MODULE: dict[str, Any] = dict.fromkeys(("module", "cls", "role", "root")) | {"phase": FramePhase.COLLECTIVE}
 
 
 def overflow_verdict(facts: RunFacts) -> Verdict | None:
@@ -115,19 +115,14 @@ def _fed(
     # none of the modules of the rank that has put it in is known to have made it
     rank = facts.ranks[met.attempt, put.where.rank]
     batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
-    return overflow_at(
-        met,
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        f"{one_on(rank.rank, facts.host(rank))} put {put.value} into {way_text(put)}; rank {met.rank} received it "
+        f"in {batch} ({met.text}). No module of rank {rank.rank} was seen to make it: code that no frame shows "
+        "made it, or received it.",
+        Certainty.SUPPORTED,
         **whose(facts, rank),
-        **_OF_NO_MODULE,
-        value=put.value,
-        step=put.where.step,
-        batch=put.where.batch,
-        statement=(
-            f"{one_on(rank.rank, facts.host(rank))} put {put.value} into {way_text(put)}; rank {met.rank} received it "
-            f"in {batch} ({met.text}). No module of rank {rank.rank} was seen to make it: code that no frame shows "
-            "made it, or received it."
-        ),
-        certainty=Certainty.SUPPORTED,
+        **(place_in_collective(met) | {"value": put.value, "step": put.where.step, "batch": put.where.batch}),
         evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: none of its module calls is known to have made it"],
         next=[f"Look at what rank {rank.rank} computes outside its modules, or receives, before {way_text(put)}."],
         cascade=cascade_of(facts, met.attempt, {rank.rank}),
@@ -138,12 +133,12 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, order: DiagnosisOrder, fed: Va
     """The verdict where every rank put finite numbers into a reduction, and what came out was not finite."""
     failed = [line for rank in facts.of_attempt(met.attempt) for line in doubts_about(rank)]
     came = fed.ways[-1]
-    return overflow_at(
-        met,
-        **_OF_NO_MODULE,
-        statement=f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
         f"but their sum was not ({came.dtype}).",
-        certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
+        Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
+        **place_in_collective(met),
         evidence=[*fed_lines(fed), *met.notes, *failed],
         next=["Divide before the sum, or add up in float32 or bfloat16.", *explain_command(facts, met, of_sum=True)],
         cascade=cascade_of(facts, met.attempt, {other.rank for other in order.diagnoses}),
@@ -155,7 +150,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     if first.phase == FramePhase.WEIGHT and first.role == odd.row.role:
         # the other copies tell more than its own past
         return replace(first, sure=first.sure or bool(first.weight.history))
-    note = f"its {first.role} had {first.value}, from finite inputs"
+    note = f"its {first.role} had {first.row.value}, from finite inputs"
     return replace(
         first, phase=FramePhase.WEIGHT, source="weight", role=odd.row.role, between=None, notes=(*first.notes, note)
     )
@@ -208,7 +203,7 @@ def _named(
     hosts = {d.rank: facts.host(facts.one(d.attempt, d.rank)) for d in (first, *rest)}
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
-    large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
+    large = large_weight(page, first.row.frame) if page is not None and first.step == 0 and first.is_origin else None
     rank = facts.one(first.attempt, first.rank)
     of_loss = first.phase == FramePhase.LOSS
     may_be_run = of_loss or (first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD))
@@ -224,15 +219,18 @@ def _named(
     unlike = unlike_tensor(facts, first) if first.is_origin else None
     evidence[1:1] = [*operation_lines(ran, operation, first.phase), *([unlike.line] if unlike is not None else [])]
     number, variable = number_of_ranks(facts, first.attempt), bad_variable(facts, first) if of_loss else ""
-    return overflow_at(
-        first,
-        **(_OF_NO_MODULE | {"phase": FramePhase.LOSS, "root": first.root} if of_loss else {}),
+    place = place_of(first)
+    if of_loss:
+        place |= {"module": None, "cls": None, "role": None}
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        sentence(first, hosts[first.rank], rest, blamed, number, variable),
+        certainty,
         **whose(facts, rank),
+        **place,
         operation=operation,
         capture=capture,
         cause=cause,
-        statement=sentence(first, hosts[first.rank], rest, blamed, number, variable),
-        certainty=certainty,
         between=first.between,
         evidence=evidence,
         next=[
@@ -242,7 +240,7 @@ def _named(
             *(explain_command(facts, first, ran) if may_be_run and operation is None else []),
         ],
         concurrent=[
-            ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.value, hosts[d.rank], d.text, d.shown_by)
+            ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.row.value, hosts[d.rank], d.text, d.shown_by)
             for d in rest
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
@@ -256,9 +254,9 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder)
     who = one_on(first.rank, facts.host(rank))
     ran = _second_run(first, rank)
     operation = ran.operation if ran is not None else None
-    seen = f"returned {first.value} from {first.root or 'its model'}"
+    seen = f"returned {first.row.value} from {first.root or 'its model'}"
     if first.phase == FramePhase.BACKWARD:
-        seen = f"had {first.value} in the {first.role} of {first.place}, the last gradient of its backward,"
+        seen = f"had {first.row.value} in the {first.role} of {first.place}, the last gradient of its backward,"
     found = "the module is unknown; to find it, watch every batch with --every 1"
     module, cls, advised, clues = None, None, first, AdviceClues()
     if ran is not None and operation is not None:
@@ -270,14 +268,13 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder)
         *operation_lines(ran, operation, first.phase),
     ]
     evidence += of_concurrent(first, [d for d in order.diagnoses if d is not first and not order.before(first, d)])
-    return overflow_at(
-        first,
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        f"{who} {seen} in {batch_text(first)}, which was {first.cause}: {found}.",
+        Certainty.SUPPORTED,
         **whose(facts, rank),
-        module=module,
-        cls=cls,
+        **(place_of(first) | {"module": module, "cls": cls}),
         operation=operation,
-        statement=f"{who} {seen} in {batch_text(first)}, which was {first.cause}: {found}.",
-        certainty=Certainty.SUPPORTED,
         evidence=evidence,
         next=next_steps(advised, clues),
         cascade=cascade_of(facts, first.attempt, {first.rank}),
@@ -287,15 +284,16 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder)
 def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once, and none made it in a watched place. No rank is named."""
     first = tier[0]
-    skipped = first.source == "skipped"
     cause = of_growth(CauseClues(facts, first))
-    return overflow_at(
-        first,
+    place = place_of(first)
+    if first.source == "skipped":
+        place |= {"module": None, "cls": None}
+    return Verdict(
+        VerdictKind.OVERFLOW,
+        _unknown_sentence(tier),
+        Certainty.UNKNOWN,
+        **place,
         cause=cause,
-        statement=_unknown_sentence(tier),
-        certainty=Certainty.UNKNOWN,
-        module=None if skipped else first.module,
-        cls=None if skipped else first.cls,
         evidence=[*(f"{rank_name(d.rank)}: {d.text}, batch {d.batch}" for d in tier[:8]), *first.notes],
         between=first.between,
         next=next_steps(first, replace(clues_of(facts, first), cause=cause)),
@@ -309,18 +307,18 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
     batch = f"batch {first.batch}"
     if first.source == "skipped":
-        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
+        return f"{who} met {first.row.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
     if first.source == "received":
-        where = f"in the {first.role} of {first.place}" if first.seen_in != FramePhase.LOSS else "in the loss"
-        if first.seen_in == FramePhase.BACKWARD:
+        where = f"in the {first.role} of {first.place}" if first.row.phase != FramePhase.LOSS else "in the loss"
+        if first.row.phase == FramePhase.BACKWARD:
             where = f"in the backward of {first.place}"
         elif first.between is not None:
             where = f"in {first.place}'s own forward, {between_text(first.between)}"
         why = "collectives ran there, so it may have come from any rank"
-        return f"{who} met {first.value} in {batch} {where}; {why}{cause}."
+        return f"{who} met {first.row.value} in {batch} {where}; {why}{cause}."
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
     when, why = f"in {batch} at the same point", NOBODY_LOOKED
-    if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
+    if first.source == "weight" and first.row.phase == FramePhase.OPTIMIZER:
         when = f"after the step of {batch}"
         why = "the gradients that went into that step were not read, so the first rank is unknown"
     elif first.source != "unread" or is_of_no_module(first):

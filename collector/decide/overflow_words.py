@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events.alarm_evidence import BadOperation, SecondRun, operation_text
@@ -13,16 +12,14 @@ from ...core.frames import LOSS_CLASS, FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
-from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, quoted
 from ..facts.replicas import OddWeight
 from ..facts.run_facts import RunFacts
 from ..facts.words import between_text
 from ..report.sentence_parts import one_on, ranks_text
-from ..report.verdict import Verdict
+from ..report.verdict import OverflowFields
 
 _MOST_NAMED = 4
-_SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 NOBODY_LOOKED = "its weights were not checked"
 
 
@@ -66,12 +63,15 @@ def sentence(
 
 def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
     """Whether two ranks met the same value in the same place, at the same point of the training."""
-    fields = ("module", "cls", "own_role", "value", "phase", "source", "between")
     # each rank numbers its own batches: where rank 0 alone evaluates, the step and the collectives are the same
     same_count = first.issued.seq == other.issued.seq >= 0 and first.issued.clock == other.issued.clock
     same_place = first.step == other.step and same_count
     same_point = first.batch == other.batch or same_place
-    return same_point and all(getattr(first, name) == getattr(other, name) for name in fields)
+    return same_point and _spot(first) == _spot(other)
+
+
+def _spot(one: LocalDiagnosis) -> tuple[object, ...]:
+    return one.module, one.cls, one.own_role, one.row.value, one.phase, one.source, one.between
 
 
 _SENTENCES = {
@@ -85,40 +85,40 @@ _SENTENCES = {
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
     batch, module = batch_text(first), first.place
-    lead, had = f"{who} {verb}: ", f"{who} had {first.value} in the {first.role} of {module}"
+    lead, had = f"{who} {verb}: ", f"{who} had {first.row.value} in the {first.role} of {module}"
     if first.source == "weight":
         return _of_weight(first, who, odd, had)
     if first.source == "buffer":
         name = f"{first.module}.{parse_role(first.role).name}".removeprefix(".")
-        return f"{who}: buffer `{name}` was not finite before {batch}'s forward ({first.value})"
+        return f"{who}: buffer `{name}` was not finite before {batch}'s forward ({first.row.value})"
     if is_of_no_module(first):
-        return f"{who} had {first.value} in {quoted(first.module)}, which detect_overflow was given in {batch}"
+        return f"{who} had {first.row.value} in {quoted(first.module)}, which detect_overflow was given in {batch}"
     if first.source in _SENTENCES:
         history = first.weight.history or "that step's update rule cannot have made it"
         return _SENTENCES[first.source].format(
-            had=had, who=who, batch=batch, value=first.value, role=first.role, module=module, history=history
+            had=had, who=who, batch=batch, value=first.row.value, role=first.role, module=module, history=history
         )
     if first.phase == FramePhase.INPUT:
-        fed = f"{'were' if plural else 'was'} fed {first.value}"
+        fed = f"{'were' if plural else 'was'} fed {first.row.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
     if first.phase == FramePhase.LOSS:
         when = f"after the forward of {batch}" if first.root != LOSS_CLASS else f"backward {batch.partition(' ')[2]}"
-        return f"{lead}{first.value} in the loss, {when}"
+        return f"{lead}{first.row.value} in the loss, {when}"
     if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
     if first.phase == FramePhase.OPTIMIZER:
         return _of_step(first, who, lead, had)
-    again = ", when it was run again for the backward" if first.seen_in == FramePhase.RECOMPUTE else ""
+    again = ", when it was run again for the backward" if first.row.phase == FramePhase.RECOMPUTE else ""
     if first.mask.turned is not None and not first.mask.text:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.makers.own_code:
         own = joined([f"of {name}" for name in _named(first.makers.own_code, "modules")], "or")
-        seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
-        return f"{lead}{first.value} in {seen}, made by code {own} itself, forward, {batch}{again}"
+        seen = f"{first.row.role} of {first.row.place}"
+        return f"{lead}{first.row.value} in {seen}, made by code {own} itself, forward, {batch}{again}"
     if first.between is not None:
         stretch = between_text(first.between)
-        return f"{lead}{first.value} in {module}'s own forward, {stretch}, {batch}{again}"
-    return f"{lead}{first.value} in the {first.role} of {module}, forward, {batch}{again}"
+        return f"{lead}{first.row.value} in {module}'s own forward, {stretch}, {batch}{again}"
+    return f"{lead}{first.row.value} in the {first.role} of {module}, forward, {batch}{again}"
 
 
 def _named(modules: Sequence[str], what: str) -> list[str]:
@@ -130,13 +130,13 @@ def _named(modules: Sequence[str], what: str) -> list[str]:
 def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
     role, batch = parse_role(first.role), batch_text(first)
     if role.kind is RoleKind.STATE:
-        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {first.place}"
+        kept = f"{role.key} that the optimizer keeps in {first.row.dtype} for {role.name} of {first.place}"
         if first.sure:
-            return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
+            return f"{lead}the step after {batch} made {first.row.value} in the {kept}, from finite gradients"
         since = f"; {first.weight.history}" if first.weight.history else ""
-        return f"{who} had {first.value} in the {kept} after the step of {batch}{since}"
+        return f"{who} had {first.row.value} in the {kept} after the step of {batch}{since}"
     if first.sure:
-        made = f"{first.value} in the {first.role} of {first.place}"
+        made = f"{first.row.value} in the {first.role} of {first.place}"
         return f"{lead}the step after {batch} made {made}, from finite gradients"
     doubt = "the step made it, or something else changed the weight after the forward"
     return f"{had} after the step of {batch}, from finite gradients: {doubt}"
@@ -145,7 +145,7 @@ def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
 def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str) -> str:
     batch = batch_text(first)
     if odd is not None:
-        made = "" if not odd.row.finite else f", which made {first.value}"
+        made = "" if not odd.row.finite else f", which made {first.row.value}"
         flip = "a bit flip, " if odd.untrained else ""
         since = f": {flip}a different seed or checkpoint, or a missed broadcast, can explain that"
         if odd.agreed_in is not None:
@@ -155,31 +155,31 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
             since = f", but agreed with them in batch {odd.agreed_in}: {how}"
         than = f"a different {first.role} of {first.place} than {ranks_text(odd.ranks)} in {batch}{made}"
         return f"{who} has {than}; this rank's copy differs from the others'{since}"
-    if first.seen_in == FramePhase.OPTIMIZER:
+    if first.row.phase == FramePhase.OPTIMIZER:
         history = first.weight.history or "the gradient that went into that step was not read"
         return f"{had} after the step of {batch}; {history}"
     return f"{had} at the start of its forward in {batch}{f'; {first.weight.history}' if first.weight.history else ''}"
 
 
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
-    seen = module_text(*first.at[:2])
-    gradient = f"{first.value} in the gradient of what {seen} returned"
-    if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
-        gradient = f"{first.value} in the {first.at[2]} of {seen}"
+    seen = first.row.place
+    gradient = f"{first.row.value} in the gradient of what {seen} returned"
+    if first.row.role and parse_role(first.row.role).kind is not RoleKind.GRAD_OUTPUT:
+        gradient = f"{first.row.value} in the {first.row.role} of {seen}"
     if first.source == "outside":
         return f"{gradient}, passed in from outside the model (the script's own loss), backward, {batch}"
     if first.between is not None:
         return f"{gradient}, made in {first.place}'s backward{_by(first)}, {batch}"
     own = " or ".join(map(_own_code_of, first.makers.own_code))
     also = f", or made by {own}, which may have used the same tensor" if own else ""
-    return f"{first.value} in the {first.role} of {first.place}, backward, {batch}{also}"
+    return f"{first.row.value} in the {first.role} of {first.place}, backward, {batch}{also}"
 
 
 def _by(first: LocalDiagnosis) -> str:
     """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
     named = _named(first.makers.suspects, "calls")
     named += ["its own code"] if first.module in first.makers.own_code else []
-    named += ["the sum of their gradients"] if first.value != "nan" and len(first.makers.suspects) > 1 else []
+    named += ["the sum of their gradients"] if first.row.value != "nan" and len(first.makers.suspects) > 1 else []
     outside = " or ".join(_own_code_of(name) for name in first.makers.own_code if name != first.module)
     else_ = f", or outside of it by {outside}" if outside else ""
     by = f", by {joined(named, 'or')}" if named else ""
@@ -253,7 +253,24 @@ def batch_text(first: LocalDiagnosis) -> str:
     return f"batch {first.batch}" + (f" (step {first.step})" if first.step != first.batch else "")
 
 
-def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
-    """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
-    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": first.shown_by}
-    return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
+def place_of(first: LocalDiagnosis) -> OverflowFields:
+    """The place of a diagnosis, for a verdict."""
+    return {
+        "module": first.module,
+        "cls": first.cls,
+        "root": first.root,
+        "phase": first.phase,
+        "role": first.own_role,
+        "value": first.row.value,
+        "dtype": first.row.dtype,
+        "attempt": first.attempt,
+        "step": first.step,
+        "batch": first.batch,
+        "seen_in": first.shown_by,
+    }
+
+
+def place_in_collective(met: LocalDiagnosis) -> OverflowFields:
+    """The place of a value that a collective has brought: in no module."""
+    nowhere: OverflowFields = {"module": None, "cls": None, "role": None, "root": None}
+    return place_of(met) | nowhere | {"phase": FramePhase.COLLECTIVE}

@@ -136,12 +136,22 @@ def without_fed(facts: RunFacts, level: list[LocalDiagnosis]) -> list[LocalDiagn
     left: list[LocalDiagnosis] = []
     notes: dict[int, list[str]] = {}
     for one in level:
-        put = next((put for other in level if one.passed for put in other.puts if _was_brought(facts, one, put)), None)
+        put = next(
+            (
+                put
+                for other in level
+                if one.passage.passed
+                for put in other.passage.puts
+                if _was_brought(facts, one, put)
+            ),
+            None,
+        )
         if put is None:
             left.append(one)
         else:
             notes.setdefault(put.where.rank, []).append(
-                f"rank {one.rank} met {one.value} after that had come out of {way_text(put)}: it may have got it there"
+                f"rank {one.rank} met {one.row.value} after that had come out of {way_text(put)}: it may have got it "
+                "there"
             )
     return [
         replace(one, sure=False, notes=(*one.notes, *notes[one.rank])) if one.rank in notes else one for one in left

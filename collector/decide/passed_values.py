@@ -60,15 +60,15 @@ class PassedOperations:
     def fed_by(self, diagnosis: LocalDiagnosis) -> ValueArrival | None:
         """The path of a diagnosis's value to its rank; None if no recorded operation brought it."""
         rank = self._ranks.get(diagnosis.rank)  # a process that is no rank shares no group
-        if rank is None or diagnosis.source not in _HANDED or diagnosis.shape is None:
+        if rank is None or diagnosis.source not in _HANDED or diagnosis.row.shape is None:
             return None
-        elements = math.prod(diagnosis.shape)
+        elements = math.prod(diagnosis.row.shape)
         if elements < 2:  # a metric that is reduced looks the same
             return None
         came = [
             one
             for one in _came_out(rank, diagnosis.step, diagnosis.issued.seq)
-            if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
+            if (one.value, one.dtype, one.elements) == (diagnosis.row.value, diagnosis.row.dtype, elements)
         ] or _reduced(rank, diagnosis, elements)
         return self._follow(came[-1]) if came else None
 
@@ -78,9 +78,9 @@ class PassedOperations:
         Every other rank has put finite numbers into that sum.
         """
         rank = self._ranks.get(diagnosis.rank)
-        if rank is None or diagnosis.shape is None:
+        if rank is None or diagnosis.row.shape is None:
             return None
-        for came in _reduced(rank, diagnosis, math.prod(diagnosis.shape))[::-1]:
+        for came in _reduced(rank, diagnosis, math.prod(diagnosis.row.shape))[::-1]:
             told = self._of(came)
             put = {one.where.rank: one for one in told if not one.came_out}
             finite = {one.where.rank for one in told if one.came_out and one.given == "finite"}
@@ -133,7 +133,7 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
     came = _came_out(rank, diagnosis.step, diagnosis.issued.seq)
-    came = [one for one in came if one.operation in REDUCTIONS and one.value == diagnosis.value]
+    came = [one for one in came if one.operation in REDUCTIONS and one.value == diagnosis.row.value]
     # the gradient of a sharded weight has the shape of the whole
     parts = [len(ranks_of(one)) if one.operation == "reduce_scatter" else 1 for one in came]
     return [one for one, number in zip(came, parts, strict=True) if one.elements * number >= max(2, elements)]
@@ -200,7 +200,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     It is `received` if ranks may have passed it on that run other models: those hand each other what they compute.
     """
     page = page_of(facts, found) if found.source == "outside" else None
-    frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
+    frame = next((each for each in page.frames if each.index == found.row.frame), None) if page is not None else None
     if page is None or frame is None:
         return found
     is_backward = frame.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
@@ -210,8 +210,8 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     now = frame.seq if is_backward else begun(frame)
     own = own_between(facts, found, last, now) if now > max(last, 0) else None
     if own is not None:
-        found, now = replace(found, notes=(*found.notes, own.line), puts=own.puts), last
-    if found.proved:
+        found, now = replace(found, notes=(*found.notes, own.line), passage=replace(found.passage, puts=own.puts)), last
+    if found.passage.proved:
         return found
     notes: list[str] = []
     if now > max(last, 0):
@@ -229,7 +229,8 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     unchecked = counts.passed_unseen and any(found.issued.received.values())  # messages
     if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
-    return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
+    passage = replace(found.passage, passed=True)
+    return replace(found, sure=False, passage=passage, notes=(*found.notes, *notes))
 
 
 def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:

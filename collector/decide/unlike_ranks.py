@@ -51,7 +51,7 @@ def unlike_tensor(facts: RunFacts, first: LocalDiagnosis) -> UnlikeTensor | None
     theirs = [_sizes(other.frames) for other in same]
     if not theirs:
         return None
-    mine = _sizes([frame for frame in page.frames if frame.index <= first.frame])
+    mine = _sizes([frame for frame in page.frames if frame.index <= first.row.frame])
     for key, size in mine.items():
         known = [sizes[key] for sizes in theirs if key in sizes]
         if len(known) == len(theirs) and size > _LARGER * max(known) > 0:

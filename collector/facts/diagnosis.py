@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from ...core.events.across_ranks import PassedTensor
 from ...core.events.alarms import Anomaly, IssuedMoment
 from ...core.events.definitions import split_label
 from ...core.events.looked_again import LookedAgain
@@ -15,7 +14,7 @@ from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number,
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 from ..report.verdict import SeenIn
-from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
+from .diagnosis_parts import BadRow, MaskEvidence, PassageEvidence, PossibleMakers, WeightEvidence
 
 Source = Literal[
     "made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left", "buffer"
@@ -38,7 +37,7 @@ left        a parameter's gradient held it before the backward that added to tha
 
 @dataclass(frozen=True)
 class LocalDiagnosis:
-    """Where one rank's first non-finite value came from."""
+    """Where one rank's first non-finite value came from: the batch, the place to blame, the evidence."""
 
     rank: int
     attempt: int
@@ -48,35 +47,22 @@ class LocalDiagnosis:
     module: str
     cls: str
     phase: FramePhase
-    """As in report.json."""
+    """As in report.json. That of `row` may be another: a bad weight may show in a forward."""
     source: Source
     role: str
-    value: str
-    dtype: str
-    shape: tuple[int, ...] | None
-    frame: int
-    """Index in the page of the frame that first shows it."""
+    row: BadRow
     issued: IssuedMoment
-    """What the rank had issued then."""
+    """What the rank had issued when the value was seen."""
     between: tuple[str, str | None] | None = None
-    from_page: bool = True
     sure: bool = True
     """False: the page leaves another explanation open."""
-    at: tuple[str, str, str] = ("", "", "")
-    """(module, class, role) of the row that shows the value. `module` is where it was made."""
+    from_page: bool = True
     weight: WeightEvidence = field(default_factory=WeightEvidence)
     makers: PossibleMakers = field(default_factory=PossibleMakers)
     mask: MaskEvidence = field(default_factory=MaskEvidence)
+    passage: PassageEvidence = field(default_factory=PassageEvidence)
     bad_buffers: tuple[str, ...] = ()
     """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
-    proved: bool = False
-    """An operation of this rank has made the value of finite operands."""
-    passed: bool = False
-    """The model's input may come from another rank or another model."""
-    puts: tuple[PassedTensor, ...] = ()
-    """Bad values that this rank has put into collectives itself, before others can have got them."""
-    seen_in: FramePhase = FramePhase.FORWARD
-    """The phase of the frame that shows the value. `phase` may be another: a bad weight may show in a forward."""
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""
@@ -87,17 +73,17 @@ class LocalDiagnosis:
 
         What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
         """
-        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+        return self.role if self.module == self.row.module or self.role != self.row.role else None
 
     @property
     def shown_by(self) -> SeenIn | None:
         """The row of another module in which the value was first seen; None if it is `module`'s own."""
-        return SeenIn(*self.at) if self.own_role is None else None
+        return SeenIn(self.row.module, self.row.cls, self.row.role) if self.own_role is None else None
 
     @property
     def place(self) -> str:
         """The module, for a sentence."""
-        return module_text(self.module, self.cls) if self.seen_in != FramePhase.LOSS else "the loss"
+        return module_text(self.module, self.cls) if self.row.phase != FramePhase.LOSS else "the loss"
 
     @property
     def text(self) -> str:
@@ -106,15 +92,15 @@ class LocalDiagnosis:
         If no row of the named module holds the value, the text names the row that does: `nan in input[0] of
         `attn.c_proj` (Linear), made in `attn` (Attention)'s own code`.
         """
-        if self.seen_in == FramePhase.LOSS:
-            return f"{self.value} in the loss"
+        row = self.row
+        if row.phase == FramePhase.LOSS:
+            return f"{row.value} in the loss"
         if self.own_role is not None:
-            return f"{self.value} in {self.own_role} of {self.place}"
-        module, cls, role = self.at
-        text = f"{self.value} in {role} of {module_text(module, cls)}"
+            return f"{row.value} in {self.own_role} of {self.place}"
+        text = f"{row.value} in {row.role} of {row.place}"
         if self.source == "outside":
             return f"{text}, from outside the model"
-        code = "backward" if self.seen_in == FramePhase.BACKWARD else "own code"
+        code = "backward" if row.phase == FramePhase.BACKWARD else "own code"
         return f"{text}, {'made' if self.source == 'made' else 'passed on'} in {self.place}'s {code}"
 
     @property
@@ -160,21 +146,19 @@ class AlarmPage:
         source: Source,
         phase: FramePhase,
         *,
-        module: str | None = None,
-        cls: str = "",
+        place: tuple[str, str] | None = None,
         role: str = "",
+        between: tuple[str, str | None] | None = None,
         sure: bool = True,
         notes: Iterable[str] = (),
         weight: WeightEvidence | None = None,
-        **fields: Any,
+        makers: PossibleMakers | None = None,
+        mask: MaskEvidence | None = None,
+        proved: bool = False,
     ) -> LocalDiagnosis:
-        """The diagnosis from one row of the page. Its place is that row's unless `module` and `cls` are given.
-
-        `fields` are further ones of the diagnosis.
-        """
+        """The diagnosis from one row of the page. Its place, (module, class), is that row's unless given."""
         page, anomaly, again = self.page, self.anomaly, self.again
-        if module is None:
-            module, cls = frame.module, frame.cls
+        module, cls = place or (frame.module, frame.cls)
         if source == "received":
             phase = FramePhase.COLLECTIVE
         # where the graph tells who is behind a value, an attribute may only have kept it afterwards
@@ -185,32 +169,31 @@ class AlarmPage:
         seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
         # what the rank had issued at that number; if nobody knows that, when the alarm was raised
         then = next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
+        shape = tuple(row.shape) if row.shape is not None else None
+        value = name_of(NonFinite(row.flags))
         return LocalDiagnosis(
-            **_place_of(page),
-            issued=_issued(then, seq),
+            rank=page.rank,
+            attempt=page.attempt,
+            step=page.step,
+            batch=page.batch,
+            root=page.root,
             module=module,
             cls=cls,
             phase=phase,
             source=source,
             role=role or row.role,
-            value=name_of(NonFinite(row.flags)),
-            dtype=row.dtype,
-            shape=tuple(row.shape) if row.shape is not None else None,
-            frame=frame.index,
+            row=BadRow(frame.module, frame.cls, row.role, frame.phase, frame.index, value, row.dtype, shape),
+            issued=_issued(then, seq),
+            between=between,
             sure=sure and not (source == "made" and may_be_elsewhere),
-            at=(frame.module, frame.cls, row.role),
-            seen_in=frame.phase,
+            weight=replace(weight or WeightEvidence(), others_changed=bool(again.changed)),
+            makers=makers or PossibleMakers(),
+            mask=mask or MaskEvidence(),
+            passage=PassageEvidence(proved=proved),
+            bad_buffers=tuple(_buffers(anomaly, again)),
             cause=anomaly.cause,
             notes=(*notes, *_around(anomaly, again, phase)),
-            bad_buffers=tuple(_buffers(anomaly, again)),
-            weight=replace(weight or WeightEvidence(), others_changed=bool(again.changed)),
-            **fields,
         )
-
-
-def _place_of(page: Page | RunPosition) -> dict[str, Any]:
-    """Where a diagnosis is in the run."""
-    return {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
 
 
 def _issued(then: RunPosition | IssuedMoment, seq: int) -> IssuedMoment:
@@ -279,21 +262,22 @@ def _buffers(anomaly: Anomaly, again: LookedAgain) -> dict[str, str]:
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
+    where, module, cls, role = anomaly.where, anomaly.module, anomaly.cls, anomaly.role
+    shape = tuple(anomaly.shape) if anomaly.shape is not None else None
     found = LocalDiagnosis(
-        **_place_of(anomaly.where),
-        issued=_issued(anomaly.where, anomaly.where.seq),
-        module=anomaly.module,
-        cls=anomaly.cls,
+        rank=where.rank,
+        attempt=where.attempt,
+        step=where.step,
+        batch=where.batch,
+        root=where.root,
+        module=module,
+        cls=cls,
         phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,
         source="made",
-        role=anomaly.role,
-        value=anomaly.value,
-        dtype=anomaly.dtype,
-        shape=tuple(anomaly.shape) if anomaly.shape is not None else None,
-        frame=anomaly.frame,
+        role=role,
+        row=BadRow(module, cls, role, anomaly.phase, anomaly.frame, anomaly.value, anomaly.dtype, shape),
+        issued=_issued(where, where.seq),
         from_page=False,
-        at=(anomaly.module, anomaly.cls, anomaly.role),
-        seen_in=anomaly.phase,
         cause=anomaly.cause,
     )
     if is_skipped(anomaly):

@@ -1,8 +1,32 @@
-"""What a diagnosis knows beside its place, by what the value was first seen in: a weight, a gradient, or a mask."""
+"""What a diagnosis knows beside its place: the row that shows the value, and evidence by what the value was seen in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ...core.events.across_ranks import PassedTensor
+from ...core.frames import FramePhase, module_text
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """The row in which a rank's first non-finite value was seen. Another module may have made that value."""
+
+    module: str
+    cls: str
+    role: str
+    phase: FramePhase
+    frame: int
+    """Index of its frame in the page."""
+    value: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    """None: unknown."""
+
+    @property
+    def place(self) -> str:
+        """Its module, for a sentence."""
+        return module_text(self.module, self.cls)
 
 
 @dataclass(frozen=True)
@@ -41,3 +65,15 @@ class MaskEvidence:
     """What held it: `a row of input[1] is -inf throughout`. "" if that is not known."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
+
+
+@dataclass(frozen=True)
+class PassageEvidence:
+    """Of whether the value came from another rank or another model, or went on to one."""
+
+    proved: bool = False
+    """An operation of this rank has made the value of finite operands."""
+    passed: bool = False
+    """The model's input may come from another rank or another model."""
+    puts: tuple[PassedTensor, ...] = ()
+    """Bad values that this rank has put into collectives itself, before others can have got them."""

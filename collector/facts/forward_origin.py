@@ -1,122 +1,33 @@
-"""Where in one rank's page the first non-finite value came from. Pure.
+"""Where a non-finite value of a forward came from, from one rank's page. Pure.
 
-In a forward, a frame that was handed a non-finite value is a carrier. The origin is a frame whose inputs and weights
-were finite and whose output was not. A bad input is followed back to the call that returned it. If no call did, the
-code between two calls made it. The backward (backward_origin.py) and the step (step_origin.py) have their own rules.
+A frame that was handed a non-finite value is a carrier. The origin is a frame whose inputs and weights were finite and
+whose output was not. A bad input is followed back to the call that returned it. If no call did, the code between two
+calls made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import msgspec
 
-from ...core.events.alarms import Anomaly
-from ...core.frames import Frame, FramePhase, Page, Row, RowKind, RowMark, module_text
-from ...core.judge import NAMED_BY_SCRIPT, first_expected_gradient
+from ...core.frames import Frame, FramePhase, Row, RowKind, RowMark, module_text
+from ...core.judge import NAMED_BY_SCRIPT
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
-from .backward_origin import explain_gradient
-from .calls import FrameCalls, begun, common, returns
-from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_skipped, rows_in
-from .diagnosis_parts import MaskEvidence, PossibleMakers, WeightEvidence
-from .loss_origin import explain_loss
-from .step_origin import UNSEEN, WeightHistory, explain_reduced, explain_step, history_of
+from .calls import FrameCalls, begun, returns
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event
+from .diagnosis_parts import MaskEvidence, WeightEvidence
+from .followed_rows import EarlierRow, bad_input_of, neginf_before, worst
+from .weight_history import UNSEEN, WeightHistory, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
 
-def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -> LocalDiagnosis:
-    """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed.
-
-    `earlier` are earlier pages of the same root, latest first; they show which values are new in this one.
-    """
-    alarm = AlarmPage(page, anomaly, sorted(page.frames, key=lambda frame: frame.index), earlier)
-    first = next((frame for frame in alarm.frames if frame.index == anomaly.frame), None)
-    if first is None or page.lost_frames or is_skipped(anomaly):
-        return from_event(anomaly)
-    if anomaly.cause.startswith("GradScaler"):  # it had skipped too many steps for non-finite gradients
-        expected = first_expected_gradient(alarm.frames)
-        return _of_backward(alarm, *expected) if expected is not None else from_event(anomaly)
-    if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
-        made = _by_another_way(_ForwardTrail(alarm, first).explain(first), alarm, first)
-        return _of_buffer(made, alarm) if made.source in ("made", "unread") else made
-    row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
-    if row is None:  # its own rows were lost
-        return from_event(anomaly)
-    if first.phase == FramePhase.BUFFER:
-        return alarm.diagnosis(first, row, "buffer", FramePhase.BUFFER)
-    if first.phase != FramePhase.OPTIMIZER:
-        return _of_backward(alarm, first, row)
-    found = explain_step(alarm, first, row)
-    return found if isinstance(found, LocalDiagnosis) else _of_backward(alarm, *found)
-
-
-def _of_backward(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
-    if frame.phase == FramePhase.LOSS:
-        return explain_loss(alarm, frame, row)
-    if frame.phase != FramePhase.COLLECTIVE:
-        return explain_gradient(alarm, frame, row)
-    found = explain_reduced(alarm, frame, row)
-    if isinstance(found, LocalDiagnosis):
-        return found
-    first = _of_backward(alarm, *found)
-    without = "the optimizer was called without it: scaler.step(optimizer) skips that step"
-    return replace(first, notes=(*first.notes, f"a GradScaler should have caught it, but {without}"))
-
-
-def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> LocalDiagnosis:
-    """Correct the place that frames name as the maker of a value in a forward, if autograd's graph contradicts it.
-
-    No frame shows a value that a module hands on by an attribute, a list or a closure, so that the module which reads
-    it looks like its maker. Among several candidates, the one whose attribute held the value is named.
-    """
-    again = alarm.anomaly.again
-    if again is None or found.source != "made" or found.frame != first.index:
-        return found
-    values = {row.role: row.value for row in first.rows}
-    makers = {each.module: each for each in again.own_code}
-    if not makers.keys() - {found.module} or values.get(again.own_code_of) != values.get(found.at[2]):
-        return found
-    holders = makers.keys() & {each.module for each in again.held}
-    own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
-    scope = common(list(own_code))
-    classes = {frame.module: frame.cls for frame in alarm.frames} | {name: each.cls for name, each in makers.items()}
-    others = (each for each in makers.values() if each.module != found.module)
-    text = "in autograd's graph it depends on {} of {}, with no frame in between"
-    notes = [text.format(each.op, module_text(each.module, each.cls)) for each in others]
-    return replace(
-        found,
-        module=scope,
-        cls=classes.get(scope, "?"),
-        role=found.at[2],
-        between=None,
-        sure=False,
-        makers=PossibleMakers(own_code=own_code),
-        notes=(*found.notes, *notes),
-    )
-
-
-def _of_buffer(found: LocalDiagnosis, alarm: AlarmPage) -> LocalDiagnosis:
-    """Blame a buffer that was bad before the forward for what code of its own module has made."""
-    held = next((each for each in alarm.again.bad_before if each.module == found.module), None)
-    if held is None:
-        return found
-    role = f"buffer {held.name}"
-    return replace(
-        found,
-        phase=FramePhase.BUFFER,
-        source="buffer",
-        role=role,
-        value=held.value,
-        between=None,
-        shape=None,
-        makers=PossibleMakers(),
-        at=(found.module, found.cls, role),
-        notes=(f"first seen in the forward: {found.text}", *found.notes),
-    )
+def explain_forward(alarm: AlarmPage, first: Frame) -> LocalDiagnosis:
+    """The diagnosis of a call of a module that returned a non-finite value."""
+    return _ForwardTrail(alarm, first).explain(first)
 
 
 class _ForwardTrail:
@@ -144,8 +55,8 @@ class _ForwardTrail:
             found = self._of_weight(frame, changed)
             weight = replace(found.weight, changed_since=bool(frame.weights), history=since)
             return replace(found, notes=(note,), weight=weight)
-        output = output or _worst(frame.outputs)
-        bad_input = _bad_input(frame, output)
+        output = output or worst(frame.outputs)
+        bad_input = bad_input_of(frame, output)
         if bad_input is not None:
             if bad_input.only_neginf and output is not None and output.nan:
                 before = neginf_before(self._alarm.earlier, frame, bad_input.role)
@@ -156,7 +67,7 @@ class _ForwardTrail:
             return self._trace_input(frame, bad_input)
         if output is None:  # the frame's own rows were lost
             return from_event(self._anomaly)
-        neginf = _worst(frame.inputs)
+        neginf = worst(frame.inputs)
         return self._made_in(frame, output) if neginf is None else self._beside_neginf(frame, output, neginf)
 
     def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: EarlierRow | None) -> LocalDiagnosis:
@@ -168,8 +79,9 @@ class _ForwardTrail:
         notes = [f"no earlier batch was received, so it is unknown whether {mask.role} always holds -inf"]
         if before is not None:
             notes = [f"{mask.role} held -inf in batch {before.batch} as well, and caused no nan"]
-        if given.at != (frame.module, frame.cls, mask.role):
-            notes.insert(0, f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
+        source = given.row
+        if (source.module, source.cls, source.role) != (frame.module, frame.cls, mask.role):
+            notes.insert(0, f"the -inf in {mask.role} came from {source.role} of {source.place}")
         text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
         return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, minus_inf=text)
 
@@ -231,9 +143,12 @@ class _ForwardTrail:
         if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
             return None
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
-        row, place = _weight_row(bad.role, bad.value, bad.dtype), {"module": bad.module, "cls": bad.cls}
-        found = self._diagnosis(frame, row, "weight", FramePhase.WEIGHT, **place, sure=False, notes=(note,))
-        return replace(found, weight=replace(found.weight, changed_since=True), at=(bad.module, bad.cls, bad.role))
+        row, place = _weight_row(bad.role, bad.value, bad.dtype), (bad.module, bad.cls)
+        changed = WeightEvidence(changed_since=True)
+        found = self._diagnosis(
+            frame, row, "weight", FramePhase.WEIGHT, place=place, sure=False, notes=(note,), weight=changed
+        )
+        return replace(found, row=replace(found.row, module=bad.module, cls=bad.cls))
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         children = self._calls.children(frame)
@@ -305,7 +220,7 @@ class _ForwardTrail:
         if parent is None and before is None:  # the module around it is not watched, or was not recomputed
             return self._diagnosis(holder, bad, "carried")
         if parent is not None and not again:
-            given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
+            given = worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
             if given is not None:
                 return self._trace_input(parent, given)
         earlier = self._followable(calls.older_siblings(holder), bad)
@@ -335,8 +250,7 @@ class _ForwardTrail:
             holder,
             bad,
             "received" if 0 <= since < now else "made",
-            module=holder.parent or "",
-            cls=self._class_of(holder, parent),
+            place=(holder.parent or "", self._class_of(holder, parent)),
             between=(before.module if before is not None else "", holder.module or holder.cls),
             sure=sure,
             notes=notes,
@@ -379,11 +293,17 @@ class _ForwardTrail:
         source: Source,
         phase: FramePhase = FramePhase.FORWARD,
         *,
+        place: tuple[str, str] | None = None,
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        notes: Iterable[str] = (),
+        weight: WeightEvidence | None = None,
         minus_inf: str = "",
-        **fields: Any,
     ) -> LocalDiagnosis:
         mask = MaskEvidence(minus_inf, self._turned)
-        found = self._alarm.diagnosis(frame, row, source, phase, mask=mask, **fields)
+        found = self._alarm.diagnosis(
+            frame, row, source, phase, place=place, between=between, sure=sure, notes=notes, weight=weight, mask=mask
+        )
         if row.mark & RowMark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
@@ -403,56 +323,3 @@ def _unseen_object(frame: Frame) -> tuple[str, ...]:
         return ()
     came = "received an object that is not inspected: the value may have come in it"
     return (f"{module_text(frame.module, frame.cls)} {came}",)
-
-
-def _worst(rows: list[Row]) -> Row | None:
-    bad = [row for row in rows if not row.finite]
-    return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
-
-
-def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
-    """The input to follow: the worst one. A mask of -inf is followed only if it explains the output."""
-    bad = _worst(frame.inputs)
-    if bad is None or not bad.only_neginf:
-        return bad
-    return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
-
-
-class EarlierRow(NamedTuple):
-    """What an earlier batch says of a row."""
-
-    batch: int
-    seen: bool
-    """It held -inf there."""
-
-
-def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> EarlierRow | None:
-    """Whether a row of the same module held -inf in an earlier batch. `earlier` are pages, latest first.
-
-    None if no earlier batch has that row.
-    """
-    absent: EarlierRow | None = None
-    for page in earlier:
-        rows = rows_in(page.frames, frame.phase, frame, role)
-        if any(row.only_neginf for row in rows):
-            return EarlierRow(page.batch, True)
-        if rows and absent is None:
-            absent = EarlierRow(page.batch, False)
-    return absent
-
-
-# One rank's diagnosis: where its first non-finite value came from. Pure; called once per rank.
-
-
-def diagnose(anomalies: Sequence[Anomaly], pages: Mapping[int, Page]) -> LocalDiagnosis | None:
-    """The diagnosis of a rank's first anomaly, from its page if that was received; None if the rank had none.
-
-    `anomalies` are in the order in which they happened; `pages` are the rank's pages by number.
-    """
-    if not anomalies:
-        return None
-    page = pages.get(anomalies[0].where.page)
-    if page is None:
-        return from_event(anomalies[0])
-    earlier = [found for found in pages.values() if found.root == page.root and found.number < page.number]
-    return origin_in_page(page, anomalies[0], sorted(earlier, key=lambda found: -found.number))

@@ -260,7 +260,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
     known += [(f"on rank {number}", other.weights()) for number, other in others]
     for frame in sorted(page.frames, key=lambda frame: frame.index):
-        if frame.index > diagnosis.frame or frame.phase != FramePhase.FORWARD:
+        if frame.index > diagnosis.row.frame or frame.phase != FramePhase.FORWARD:
             continue
         for row in frame.weights:
             for where, weights in known:

@@ -12,7 +12,7 @@ from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import badness, coarse_share_text
-from ..report.verdict import CascadedRank
+from ..report.verdict import CascadedRank, PlaceFields, RankFields
 from .diagnosis import number_text
 from .rank_facts import RankFacts
 from .run_facts import RunFacts
@@ -72,7 +72,7 @@ def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
     }.get(seen.phase, f"in phase {seen.phase}")
 
 
-def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:
+def whose(facts: RunFacts, rank: RankFacts) -> RankFields:
     """rank, host and device for a verdict that names a rank, or pid and host of a process that is none."""
     host = facts.host(rank) or None
     if not is_rank(rank.rank):
@@ -80,7 +80,7 @@ def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:
     return {"rank": rank.rank, "host": host, "device": rank.device}
 
 
-def when_of(where: RunPosition) -> dict[str, Any]:
+def when_of(where: RunPosition) -> PlaceFields:
     """root, attempt, step and batch for a verdict about a place in the run."""
     batch = where.batch if where.batch >= 0 else None
     return {"root": where.root or None, "attempt": where.attempt, "step": where.step, "batch": batch}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import msgspec
 from msgspec.structs import force_setattr
 
@@ -123,3 +125,36 @@ class Verdict(msgspec.Struct, frozen=True):
     def how_sure(self) -> str:
         """Behind the kind, as the text and the page show it: a run that is unknown has no certainty beside that."""
         return "not proven clean" if self.kind is VerdictKind.UNKNOWN else str(self.certainty)
+
+
+# Fields of a verdict that belong together, for the rules, which make several kinds of verdict of them.
+
+
+class RankFields(TypedDict, total=False):
+    """Who: a rank, or a process that is none."""
+
+    rank: int | None
+    host: str | None
+    device: str | None
+    pid: int | None
+
+
+class PlaceFields(TypedDict, total=False):
+    """Where in the run."""
+
+    root: str | None
+    attempt: int
+    step: int | None
+    batch: int | None
+
+
+class OverflowFields(PlaceFields, total=False):
+    """Where in the run and in the model a non-finite value was, and which. Only an overflow has the last four."""
+
+    module: str | None
+    cls: str | None
+    phase: str | None
+    role: str | None
+    value: str
+    dtype: str
+    seen_in: SeenIn | None

@@ -25,9 +25,9 @@ from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
 from ..ends.hang_finding import position_line
 from ..ends.hang_model import HangFinding, position_of
-from ..facts.fold import shown_body
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import NodeFacts, RunFacts
+from ..facts.shown_body import shown_body
 from ..report.sentence_parts import counted, grouped, modules_text
 from ..report.side_by_side import RankStack, stacks_text
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from gpuwatch.collector.decide.diagnosis_order import DiagnosisOrder, reason
 from gpuwatch.collector.facts.diagnosis import LocalDiagnosis, from_event
+from gpuwatch.collector.facts.diagnosis_parts import BadRow
 from gpuwatch.core.events.alarms import IssuedMoment
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,10 +22,7 @@ DIAGNOSIS = partial(
     phase="forward",
     source="made",
     role="output",
-    value="nan",
-    dtype="float32",
-    shape=None,
-    frame=0,
+    row=BadRow("fc", "Linear", "output", "forward", 0, "nan", "float32", None),
 )
 
 

@@ -61,8 +61,9 @@ def test_the_one_module_that_used_it(make):
     batch.backward("embed", "Linear", "weight", make.NAN)
     found = find(batch)
     assert (found.module, found.cls, found.phase, found.role) == ("length", "Length", "backward", "grad input[0]")
-    assert (found.value, found.source, found.sure, found.between) == ("nan", "made", True, None)
-    assert (found.rank, found.batch, found.frame, found.at) == (1, 2, 6, ("embed", "Linear", "grad output"))
+    assert (found.row.value, found.source, found.sure, found.between) == ("nan", "made", True, None)
+    assert (found.rank, found.batch, found.row.frame) == (1, 2, 6)
+    assert (found.row.module, found.row.cls, found.row.role) == ("embed", "Linear", "grad output")
 
 
 def test_the_role_of_a_keyword(make):

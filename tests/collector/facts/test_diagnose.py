@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.facts import forward_origin as module
+from gpuwatch.collector.facts import rank_origin as module
 from gpuwatch.collector.facts.fold import fold
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.facts.forward_origin import diagnose
 from gpuwatch.collector.facts.kept_pages import KeptPage
+from gpuwatch.collector.facts.rank_origin import diagnose
 from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.events.preflight_events import PreflightResult, PreflightStage, RankOutcome

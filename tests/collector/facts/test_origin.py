@@ -30,7 +30,7 @@ def test_a_leaf_that_made_it_out_of_finite_values(make):
     found = find(batch)
     assert (found.rank, found.batch, found.step, found.root, found.issued.seq) == (2, 7, 7, "Net", 5)
     assert (found.module, found.cls, found.phase, found.role) == ("fc2", "Linear", "forward", "output")
-    assert (found.value, found.dtype, found.shape, found.between) == ("+inf", "float32", (2, 3), None)
+    assert (found.row.value, found.row.dtype, found.row.shape, found.between) == ("+inf", "float32", (2, 3), None)
     assert found.is_origin
     assert found.from_page
 
@@ -55,7 +55,7 @@ def test_a_containers_own_code_between_two_children(make):
     found = find(batch)
     assert (found.module, found.cls, found.phase) == ("layer", "Block", "forward")
     assert found.between == ("layer.fc1", "layer.fc2")
-    assert found.value == "nan"
+    assert found.row.value == "nan"
 
 
 def test_between_looks_past_the_children_of_the_call_before(make):
@@ -129,7 +129,7 @@ def test_a_bad_input_is_chased_through_the_call_that_returned_it(make):
     batch.call("fc", "Linear", given=[masked], returned=[batch.tensor(make.NAN)], weights={"weight": batch.tensor()})
     batch.call("", "Net", given=[ids], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.cls, found.phase, found.value) == ("mask", "Mask", "forward", "-inf")
+    assert (found.module, found.cls, found.phase, found.row.value) == ("mask", "Mask", "forward", "-inf")
 
 
 def test_a_call_that_only_hands_a_tensor_on_is_not_its_maker(make):
@@ -155,7 +155,7 @@ def test_a_mask_that_turned_into_nan_is_named_as_the_cause(make):
     batch.call("attention", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs={"mask": mask})
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("", "input", "input[1]", "-inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("", "input", "input[1]", "-inf")
 
 
 def test_a_mask_is_not_blamed_for_an_overflow_to_plus_inf(make):
@@ -165,7 +165,7 @@ def test_a_mask_is_not_blamed_for_an_overflow_to_plus_inf(make):
     batch.call("block", "Block", given=[x, mask], returned=[batch.tensor(make.INF)])
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.INF)])
     found = find(batch)
-    assert (found.module, found.phase, found.value) == ("block", "forward", "+inf")
+    assert (found.module, found.phase, found.row.value) == ("block", "forward", "+inf")
     assert found.between == ("block.attn", None)
 
 
@@ -176,7 +176,7 @@ def test_of_a_mask_and_a_nan_the_nan_is_followed(make):
     batch.call("attention", "Attention", given=[mask, bad], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.phase, found.value, found.between) == ("", "forward", "nan", ("norm", "attention"))
+    assert (found.module, found.phase, found.row.value, found.between) == ("", "forward", "nan", ("norm", "attention"))
 
 
 def test_without_the_page_the_event_alone_speaks(make):
@@ -244,7 +244,7 @@ def test_where_neginf_turned_into_nan_is_told(make):
     batch.call("attention", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs={"mask": mask})
     batch.call("", "Net", given=[x], kwargs={"mask": mask}, returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("", "input", "kwargs.mask", "-inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("", "input", "kwargs.mask", "-inf")
     assert found.mask.turned == ("attention", "Attention")
 
 
@@ -256,7 +256,7 @@ def test_a_mask_that_code_between_two_calls_made(make):
     batch.call("layer", "Layer", given=[x], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.cls, found.phase, found.value) == ("layer", "Layer", "forward", "-inf")
+    assert (found.module, found.cls, found.phase, found.row.value) == ("layer", "Layer", "forward", "-inf")
     assert (found.between, found.mask.turned) == (("layer.query", "layer.attend"), ("layer.attend", "Attend"))
 
 
@@ -295,7 +295,7 @@ def _masked(make, closed):
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_mask_that_is_neginf_in_every_batch_is_no_cause(make, closed):
     found = find(_masked(make, closed), before="-inf")
-    assert (found.module, found.phase, found.role, found.value, found.source) == (
+    assert (found.module, found.phase, found.role, found.row.value, found.source) == (
         "attn",
         "forward",
         "output",
@@ -326,7 +326,7 @@ def test_code_behind_a_call_that_always_returns_neginf_made_the_nan_itself(make)
     batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch, before="-inf")
-    assert (found.module, found.role, found.value) == ("attend", "output", "nan")
+    assert (found.module, found.role, found.row.value) == ("attend", "output", "nan")
 
 
 def test_it_is_told_who_took_a_nan_away(make):
@@ -347,7 +347,7 @@ def test_own_code_right_after_a_call_that_returned_neginf(make):
     batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     found = find(batch)
-    assert (found.module, found.role, found.value) == ("attend.scores", "output", "-inf")
+    assert (found.module, found.role, found.row.value) == ("attend.scores", "output", "-inf")
     assert found.mask.turned == ("attend", "Attend")
 
 
@@ -464,7 +464,7 @@ def test_a_forward_that_is_run_again_is_looked_at_alone(make):
     batch.call("block.fc1", "Linear", given=[batch.tensor()], returned=[g], **again)
     batch.call("block.fc2", "Linear", given=[g], returned=[bad], **again)
     found = find(batch)
-    assert (found.module, found.phase, found.seen_in, found.between) == ("block.fc2", "forward", "recompute", None)
+    assert (found.module, found.phase, found.row.phase, found.between) == ("block.fc2", "forward", "recompute", None)
 
 
 def test_a_batch_that_was_left_out_names_no_module(make):
@@ -482,7 +482,7 @@ def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make
     batch.call("act", "Clamp", given=[x], returned=[y], weights=rows)
     batch.call("", "Net", given=[x], returned=[y])
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("act", "forward", "output", "+inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("act", "forward", "output", "+inf")
 
 
 # -- the second look that an alarm leads to -----------------------------------------------------------------------
@@ -589,7 +589,7 @@ def test_a_weight_inside_of_code_that_was_not_looked_into_is_named_if_it_is_not_
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
     found = find(batch)
     assert (found.source, found.module, found.sure) == (source, module, False)
-    assert source == "made" or (found.phase, found.value, found.weight.changed_since) == ("weight", "nan", True)
+    assert source == "made" or (found.phase, found.row.value, found.weight.changed_since) == ("weight", "nan", True)
 
 
 def test_a_weight_that_is_not_finite_any_more_is_not_blamed_where_the_calls_inside_were_seen(make):
@@ -634,7 +634,7 @@ def test_a_linear_that_makes_inf_of_the_logarithm_of_0_was_fed_it(make, before):
     batch.call("fc1", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor()})
     batch.call("", "Net", given=[x], returned=[y])
     found = find(batch, before)
-    assert (found.phase, found.role, found.value, found.source) == ("input", "input[0]", "-inf", "outside")
+    assert (found.phase, found.role, found.row.value, found.source) == ("input", "input[0]", "-inf", "outside")
 
 
 @pytest.mark.parametrize(("before", "sure"), [("-inf", True), ("finite", False), ("unknown", False)])
@@ -680,7 +680,7 @@ def taken(make, **again):
 def test_a_module_behind_the_one_that_frames_show_comes_into_question(make):
     found = taken(make, own_code=[ENCODER, TAKER], own_code_of="output")
     assert (found.module, found.cls, found.makers.own_code, found.sure) == ("", "Net", ("encoder", "taker"), False)
-    assert found.at == ("taker", "Taker", "output")
+    assert (found.row.module, found.row.cls, found.row.role) == ("taker", "Taker", "output")
 
 
 def test_of_several_the_one_that_holds_it_is_named(make):

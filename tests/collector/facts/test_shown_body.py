@@ -6,7 +6,8 @@ import json
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.facts.fold import FactFold, fold, shown_body
+from gpuwatch.collector.facts.fold import FactFold, fold
+from gpuwatch.collector.facts.shown_body import shown_body
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.stage_lines import StageLines

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.facts.diagnosis import from_event
-from gpuwatch.collector.facts.forward_origin import origin_in_page
-from gpuwatch.collector.facts.step_origin import KnownStep, can_make_non_finite
+from gpuwatch.collector.facts.optimizer_rules import KnownStep, can_make_non_finite
+from gpuwatch.collector.facts.rank_origin import origin_in_page
 from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 
 
@@ -45,7 +45,7 @@ def test_a_step_that_made_a_weight_bad(make):
     batch.got("fc", "Linear", {"weight": 1.0})
     batch.stepped("fc", "Linear", {"weight": make.NEGINF, "state exp_avg weight": 0.5, "state step bias": 1.0})
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("fc", "optimizer", "weight", "-inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("fc", "optimizer", "weight", "-inf")
     assert found.is_origin
     assert found.notes[0] == "the optimizer's exp_avg of weight: abs min 5.00e-01, abs max 5.00e-01"
     assert not found.sure, "nobody knows what that step did"
@@ -142,7 +142,7 @@ def test_a_step_whose_gradient_nobody_saw_is_not_blamed(make):
     batch = trained(make, local=None)
     batch.stepped("fc", "Linear", {"weight": make.NAN})
     found = find(batch)
-    assert (found.phase, found.source, found.seen_in) == ("weight", "weight", "optimizer")
+    assert (found.phase, found.source, found.row.phase) == ("weight", "weight", "optimizer")
 
 
 def test_a_weight_that_was_bad_before_the_step(make):
@@ -164,7 +164,7 @@ def test_a_gradient_that_raised_no_alarm_and_went_into_the_step(make, hidden):
     batch.backward("fc", "Linear", "weight", make.INF, mark=getattr(make.RowMark, hidden))
     batch.stepped("fc", "Linear", {"weight": make.NAN})
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("fc", "backward", "grad weight", "+inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("fc", "backward", "grad weight", "+inf")
 
 
 def test_a_gradient_that_a_scaler_was_to_catch_and_that_the_optimizer_got(make):
@@ -176,7 +176,7 @@ def test_a_gradient_that_a_scaler_was_to_catch_and_that_the_optimizer_got(make):
     again = LookedAgain(loss_scale=2.0**19)
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
     found = find(batch)
-    assert (found.module, found.phase, found.role, found.value) == ("fc", "backward", "grad weight", "+inf")
+    assert (found.module, found.phase, found.role, found.row.value) == ("fc", "backward", "grad weight", "+inf")
     assert "a GradScaler had scaled the loss; its scale was 524288 when the alarm was raised" in found.notes
     assert any("the optimizer was called without it" in note for note in found.notes)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.overflow_verdict import overflow_verdict
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.forward_origin import origin_in_page
+from gpuwatch.collector.facts.rank_origin import origin_in_page
 from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder import layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts.backward_origin import largest_gradient, makers_of
+from gpuwatch.collector.facts.gradient_makers import largest_gradient, makers_of
 from gpuwatch.core.events.looked_again import GraphNode
 from gpuwatch.core.frames import Frame, Row
 
