@@ -113,7 +113,7 @@ def of_one_row(clues: CauseClues) -> OverflowCause | None:
     """
     first = clues.first
     buffer = next((name for name in first.bad_buffers if "var" in name.partition(" of ")[0]), "")
-    pages = clues.facts.one(first.attempt, first.rank).pages.values() if buffer and first.value == "nan" else ()
+    pages = clues.facts.one(first.attempt, first.rank).pages.values() if buffer and first.row.value == "nan" else ()
     calls = [
         (page.batch, row.shape, all(each.finite for each in frame.outputs))
         for page in sorted(pages, key=lambda page: -page.number)[:_PAGES_BEFORE]
