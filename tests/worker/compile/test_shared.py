@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
-    pytest.mark.quick_here(2),
+    pytest.mark.quick_here(1),
     pytest.mark.skipif(not compiled_views().gradients, reason=compiled_views().missing),
     pytest.mark.filterwarnings(
         "ignore:Using `torch.compile.module.` when there are global hooks",
