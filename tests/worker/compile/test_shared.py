@@ -161,7 +161,7 @@ def told(watched):
 KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each", "breaks", "a part is trained"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*KINDS, "shapes", "DDP", "FSDP2"])
 def test_all_is_told_that_is_told_without_the_compiler(watch, alone_in_a_group, on_host, kind):
