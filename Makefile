@@ -3,9 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Cores, each test with one thread of torch's: some tests wait, so that one more than that run at a time. A SEED draws the sample of `make slow`, and a TURN
-# what CI draws anew for each commit. Images of containers often forbid bytecode: every process that a test starts would
-# then compile gpuwatch, and every pytest all tests.
+# Cores, each test with one thread of torch's. A SEED draws the sample of `make slow`, and a TURN what CI draws anew for
+# each commit. Images of containers often forbid bytecode: every process that a test starts would then compile gpuwatch,
+# and every pytest all tests.
 JOBS ?= 2
 SEED ?= 0
 TURN ?= $(SEED)
@@ -34,8 +34,8 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_notes.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
-test: $(READY)  ## the quick tests, and two whole runs; two minutes on two cores
-	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $$(($(JOBS) + 1)) --dist worksteal
+test: $(READY)  ## the quick tests, and a whole run; two minutes on two cores
+	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
 # MINUTES=8: those that can begin within eight minutes, in an order that TURN draws.
 MINUTES ?=

@@ -4,7 +4,9 @@ for NVML."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,8 +88,9 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
-def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("GPUWATCH_")}
+def _variables() -> dict[bytes, bytes]:
+    # (Of os.environ each name and value is decoded, which takes as long as a short test.)
+    return {name: os.environb[name] for name in os.environb if name.startswith(b"GPUWATCH_")}
 
 
 def _hooks() -> dict[str, int]:
@@ -111,6 +114,16 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert hooks == {}
     assert _threads() - threads == set()
     assert _variables() == variables
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this test. pytest's own looks at the folders of all earlier tests, to find a free number."""
+    name = re.sub(r"\W", "_", request.node.name)[:27]
+    return tmp_path_factory.mktemp(f"{name}{next(_numbers)}", numbered=False)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from gpuwatch.launcher.short_help import SHORT, short_help
 
 def said_to(capsys, monkeypatch, *words: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "argv", ["gpuwatch", *words])
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # click names `python -m pytest` by it
     with pytest.raises(SystemExit) as ended:
         module.main()
     out, err = capsys.readouterr()

@@ -33,7 +33,7 @@ from gpuwatch.launcher.scheduler_job import SchedulerFacts
 from gpuwatch.launcher.slurm_variables import SLURM
 from msgspec.structs import replace
 
-pytestmark = pytest.mark.quick_here(4)
+pytestmark = pytest.mark.quick_here(3)
 
 MISS = RunOutcome("now", None, 4, VerdictKind.OVERFLOW, "established", "It overflowed.", 3, "gpu-2", fingerprint="aa")
 

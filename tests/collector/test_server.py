@@ -23,7 +23,7 @@ from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.beat import NodeBeat
-from gpuwatch.core.wire.keys import agent_name, derive_keys
+from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -36,10 +36,10 @@ from gpuwatch.core.wire.messages import (
     encode,
 )
 
-pytestmark = pytest.mark.quick_here(12)
+from ..known_keys import KEYS, STRANGER
 
-KEYS = derive_keys("a secret of the tests", "job")
-STRANGER = derive_keys("another secret of somebody", "job")
+pytestmark = pytest.mark.quick_here(8)
+
 WAIT_MS = 300_000
 
 

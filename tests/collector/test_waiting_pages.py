@@ -12,7 +12,6 @@ from gpuwatch.collector.server import CollectorServer, WaitingPages
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.run_position import RunPosition
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
     AgentHello,
     AgentMessage,
@@ -22,6 +21,8 @@ from gpuwatch.core.wire.messages import (
     PageSegment,
     encode,
 )
+
+from ..known_keys import KEYS
 
 
 def page(number: int) -> PageMessage:
@@ -64,7 +65,7 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
         ("a.0", message, encode(message)) for message in (AgentMessage(n, b, n - 1) for n, b in enumerate(backlog, 1))
     ]
     monkeypatch.setattr(server_module, "VERDICT_PATIENCE_S", 0.0)
-    keys, paths = derive_keys("a secret of the tests", "job"), new_run(tmp_path)
+    paths = new_run(tmp_path)
     store, seen = RunStore(paths.store, create=True), []
 
     class Noting(FactFold):
@@ -73,13 +74,13 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
             super().add(name, n, received)
 
     server = CollectorServer(
-        "tcp://127.0.0.1:*", keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
+        "tcp://127.0.0.1:*", KEYS.collector.public.decode(), KEYS.collector.private.decode(), KEYS.agent.public.decode()
     )
     turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
     monkeypatch.setattr(server._socket, "messages", lambda: turns.pop(0) if turns else [])
     protocol = RunProtocol(paths.run_id, "job")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        connect(socket, server.address, keys)
+        connect(socket, server.address)
         socket.send(b"wakes it up")
         try:
             report = server.run(paths, store, protocol, protocol.end_now, None, folded=Noting(store.page))
@@ -96,8 +97,8 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
     assert (stored.count(EventMessage), stored.count(PageMessage)) == (1, 300)
 
 
-def connect(socket, address, keys) -> None:
+def connect(socket, address) -> None:
     socket.linger = 0
-    socket.curve_serverkey = keys.collector.public
-    socket.curve_publickey, socket.curve_secretkey = keys.agent.public, keys.agent.private
+    socket.curve_serverkey = KEYS.collector.public
+    socket.curve_publickey, socket.curve_secretkey = KEYS.agent.public, KEYS.agent.private
     socket.connect(address)

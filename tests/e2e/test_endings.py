@@ -15,6 +15,9 @@ pytestmark = pytest.mark.sample(4, of="an end")  # of those without a mark of th
 PLAIN = ("--preflight", "off")
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.comes_first
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     run = bench.launch("killed.py", *PLAIN)
 

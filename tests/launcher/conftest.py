@@ -16,7 +16,7 @@ from gpuwatch.core.events.script_events import ScriptExit
 from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding
-from gpuwatch.core.wire.keys import JobKeys, derive_keys
+from gpuwatch.core.wire.keys import JobKeys
 from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
@@ -30,6 +30,7 @@ from gpuwatch.core.wire.pipe import (
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.helper_processes import NodeAgent
 
+from ..known_keys import KEYS
 from ..ports import ports_of_this_test
 from ..waiting import until
 
@@ -154,13 +155,12 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Nodes of one job."""
     made: list[Node] = []
     numbers = itertools.count()
-    keys = derive_keys("a secret of the tests", "job")
 
     def make(runs: Path | None = None) -> Node:
         scratch = tmp_path / f"scratch-{next(numbers)}"
         scratch.mkdir()
         (port,) = held.enter_context(ports_of_this_test((number,) for number in range(20000, 30000)))
-        made.append(Node(scratch, runs or tmp_path / "runs", keys, port))
+        made.append(Node(scratch, runs or tmp_path / "runs", KEYS, port))
         return made[-1]
 
     with ExitStack() as held:

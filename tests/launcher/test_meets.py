@@ -4,11 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.launcher.head_collector import first_that_answers
 
-KEYS = derive_keys("a secret of this job", "a job")
-OTHERS = derive_keys("a secret of another", "a job")
+from ..known_keys import KEYS, STRANGER
+
 ASKED = (KEYS.collector.public.decode(), KEYS.agent.public.decode(), KEYS.agent.private.decode())
 
 
@@ -29,10 +28,10 @@ def listen():
 
 
 def test_it_is_the_one_that_has_the_key(listen):
-    another, ours = listen(OTHERS), listen(KEYS)
+    another, ours = listen(STRANGER), listen(KEYS)
     assert first_that_answers(["tcp://127.0.0.1:1", another, ours], *ASKED) == ours
 
 
 def test_there_may_be_none(listen, monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.head_collector._PATIENCE_MS", 300)
-    assert first_that_answers([listen(OTHERS), "tcp://127.0.0.1:1"], *ASKED) is None
+    assert first_that_answers([listen(STRANGER), "tcp://127.0.0.1:1"], *ASKED) is None

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
 from gpuwatch.launcher.head_collector import HeadCollector
 
@@ -25,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # sweep.py is a script, and find
 from disturbed_run import BATCHES, JOBS, ROLES, Failure, Launches, Outcome, compile_shim, counts_of, new_counts
 from sweep import failures
 from wrongs import wrongs
+
+from ..known_keys import KEYS
 
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None or platform.libc_ver()[0] != "glibc", reason="the library needs gcc and glibc"
@@ -175,8 +176,7 @@ def test_a_collector_is_tried_again_and_what_the_machine_lacks_is_no_wrong_optio
     env = {"LD_PRELOAD": str(compile_shim(tmp_path)), "SWEEP_COUNTS": str(tmp_path / "counts"), **failure.env()}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    keys = derive_keys("a secret of the tests", "job")
-    pairs = keys.collector.public, keys.collector.private, keys.agent.public, keys.viewer.public
+    pairs = KEYS.collector.public, KEYS.collector.private, KEYS.agent.public, KEYS.viewer.public
     config = CollectorConfig("tcp://127.0.0.1:*", *(key.decode() for key in pairs), str(tmp_path / "runs"), "job")
     said: list[str] = []
     collector = HeadCollector(config, said.append, print)

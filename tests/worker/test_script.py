@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.errors import RANK_OVERFLOW
 
-pytestmark = pytest.mark.quick_here(9)
+pytestmark = pytest.mark.quick_here(6)
 
 DRIVER = (
     "import os, sys\n"

@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 from .models import Multiplies
 from .models import tanh_net as net
 
-pytestmark = pytest.mark.quick_here(30)
+pytestmark = pytest.mark.quick_here(20)
 
 X = torch.ones(3, 4)
 

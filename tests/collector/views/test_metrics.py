@@ -20,7 +20,6 @@ from gpuwatch.collector.views.metrics_endpoint import _MOST_SCRAPES, MetricsExpo
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.events.agent_events import LimitForecast
 from gpuwatch.core.wire.beat import HotModule, NodeBeat, pack_list
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -37,13 +36,13 @@ from gpuwatch.launcher.head_collector import HeadCollector
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from ...known_keys import KEYS
 from ...ports import ports_of_this_test
 from ...waiting import WAIT_S, until
 from ..conftest import BUILDERS
 
 pytestmark = pytest.mark.quick_here(8)
 
-KEYS = derive_keys("a secret of the tests", "job")
 HOSTILE = 'fc\\1"} 7\n# TYPE x'
 
 

@@ -17,15 +17,12 @@ from gpuwatch.core.events.node_events import GpuXid
 from gpuwatch.core.events.preflight_events import RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.beat import GpuNow, HostNow, HotModule, NodeBeat, pack_list
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
+from ...known_keys import KEYS, STRANGER
 from ...waiting import WAIT_S, until
-
-KEYS = derive_keys("a secret of the tests", "job")
-STRANGER = derive_keys("another secret of somebody", "job")
 
 
 @pytest.fixture

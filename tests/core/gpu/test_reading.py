@@ -12,7 +12,7 @@ from gpuwatch.core.gpu.health_grades import grade, grade_answer, judge
 from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS
 from gpuwatch.core.gpu.nvml_child import ask_nvml
 
-pytestmark = pytest.mark.quick_here(9)
+pytestmark = pytest.mark.quick_here(6)
 
 DEADLINE_S = 300.0
 NO_RETIREMENT = "* no_retirement error 3"

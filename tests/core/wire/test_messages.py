@@ -69,6 +69,8 @@ from gpuwatch.core.wire.messages import AgentHello, AgentMessage, EventMessage, 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ...cases import case
+
 HERE = RunPosition(
     rank=3,
     attempt=1,
@@ -245,20 +247,23 @@ def test_the_samples_hold_every_struct_of_the_wire():
     assert {type(entry) for entry in ENTRIES} == set(get_args(Definition))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=kind)
-def test_what_an_agent_sends_arrives_unchanged(body):
-    message = AgentMessage(5, body, 3)
-    assert messages.decode_agent(messages.encode(message)) == message
+def test_what_an_agent_sends_arrives_unchanged():
+    for body in BODIES:
+        with case(kind(body)):
+            message = AgentMessage(5, body, 3)
+            assert messages.decode_agent(messages.encode(message)) == message
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=kind)
-def test_what_a_collector_sends_arrives_unchanged(answer):
-    assert messages.decode_collector(messages.encode(answer)) == answer
+def test_what_a_collector_sends_arrives_unchanged():
+    for answer in ANSWERS:
+        with case(kind(answer)):
+            assert messages.decode_collector(messages.encode(answer)) == answer
 
 
-@pytest.mark.parametrize("body", BODIES, ids=kind)
-def test_a_body_that_was_encoded_before_its_envelope_is_the_same_message(body):
-    assert messages.envelope(5, 3, messages.encode(body)) == messages.encode(AgentMessage(5, body, 3))
+def test_a_body_that_was_encoded_before_its_envelope_is_the_same_message():
+    for body in BODIES:
+        with case(kind(body)):
+            assert messages.envelope(5, 3, messages.encode(body)) == messages.encode(AgentMessage(5, body, 3))
 
 
 def grow(value):
@@ -269,11 +274,12 @@ def grow(value):
     return [grow(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("body", BODIES, ids=kind)
-def test_fields_of_a_later_version_are_tolerated(body):
-    message = AgentMessage(5, body, 3)
-    newer = msgspec.msgpack.encode(grow(msgspec.msgpack.decode(messages.encode(message))) | {"later": 1})
-    assert messages.decode_agent(newer) == message
+def test_fields_of_a_later_version_are_tolerated():
+    for body in BODIES:
+        with case(kind(body)):
+            message = AgentMessage(5, body, 3)
+            newer = msgspec.msgpack.encode(grow(msgspec.msgpack.decode(messages.encode(message))) | {"later": 1})
+            assert messages.decode_agent(newer) == message
 
 
 def test_an_operation_without_the_fields_that_were_added_later_is_read():
@@ -285,20 +291,21 @@ def test_an_operation_without_the_fields_that_were_added_later_is_read():
     assert decoded == msgspec.structs.replace(operation, node="", columns=None)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=kind)
-def test_fields_that_an_earlier_version_did_not_send_take_their_defaults(body):
-    inner = body.event if isinstance(body, EventMessage) else body
-    optional = {
-        field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        for field in msgspec.structs.fields(inner)
-        if not field.required
-    }
-    plain = msgspec.to_builtins(inner, builtin_types=(bytes,))
-    stripped = {key: value for key, value in plain.items() if key not in optional}
-    whole = {"type": "event", "event": stripped} if isinstance(body, EventMessage) else stripped
-    decoded = messages.decode_agent(msgspec.msgpack.encode({"n": 1, "body": whole})).body
-    expected = msgspec.structs.replace(inner, **optional)
-    assert decoded == (EventMessage(expected) if isinstance(body, EventMessage) else expected)
+def test_fields_that_an_earlier_version_did_not_send_take_their_defaults():
+    for body in BODIES:
+        with case(kind(body)):
+            inner = body.event if isinstance(body, EventMessage) else body
+            optional = {
+                field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+                for field in msgspec.structs.fields(inner)
+                if not field.required
+            }
+            plain = msgspec.to_builtins(inner, builtin_types=(bytes,))
+            stripped = {key: value for key, value in plain.items() if key not in optional}
+            whole = {"type": "event", "event": stripped} if isinstance(body, EventMessage) else stripped
+            decoded = messages.decode_agent(msgspec.msgpack.encode({"n": 1, "body": whole})).body
+            expected = msgspec.structs.replace(inner, **optional)
+            assert decoded == (EventMessage(expected) if isinstance(body, EventMessage) else expected)
 
 
 def decode_or_wire_error(decode, data: bytes) -> None:

@@ -14,7 +14,6 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.verdicts import VerdictKind
-from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
     VERDICT_PATIENCE_S,
     AgentHello,
@@ -25,6 +24,8 @@ from gpuwatch.core.wire.messages import (
 )
 from gpuwatch.core.wire.pipe import AgentConfig, JobResult, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.agent.agent import NEVER_CAME_S, NodeAgentLoop
+
+from ...known_keys import KEYS
 
 WAIT_S = 300.0
 MIB = 1 << 20
@@ -64,12 +65,11 @@ def process():
 
 @pytest.fixture
 def agent(tmp_path):
-    keys = derive_keys("a secret of the tests", "job")
     config = AgentConfig(
         collector="tcp://127.0.0.1:1",
-        server_key=keys.collector.public.decode(),
-        public_key=keys.agent.public.decode(),
-        private_key=keys.agent.private.decode(),
+        server_key=KEYS.collector.public.decode(),
+        public_key=KEYS.agent.public.decode(),
+        private_key=KEYS.agent.private.decode(),
         recorder_dir=str(tmp_path),
         spool_dir=str(tmp_path),
         hello=AgentHello("", "", 1, 1, 1, ["gpuwatch", "launch", "train.py"], {}, "job"),

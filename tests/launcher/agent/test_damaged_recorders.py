@@ -94,7 +94,7 @@ def test_the_whole_file_gives_its_anomaly(whole, tmp_path):
     assert anomalies(read(tmp_path, whole)) == [ANOMALY]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_any_number_in_the_header(whole, tmp_path, number):
     for field in HeadField:

@@ -14,7 +14,7 @@ from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
 from ...waiting import WAIT_S, until
 
-pytestmark = pytest.mark.quick_here(6)
+pytestmark = pytest.mark.quick_here(4)
 
 
 class Watched:

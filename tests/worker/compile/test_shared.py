@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
-    pytest.mark.quick_here(2),
+    pytest.mark.quick_here(1),
     pytest.mark.skipif(not compiled_views().gradients, reason=compiled_views().missing),
     pytest.mark.filterwarnings(
         "ignore:Using `torch.compile.module.` when there are global hooks",
@@ -161,7 +161,7 @@ def told(watched):
 KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each", "breaks", "a part is trained"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*KINDS, "shapes", "DDP", "FSDP2"])
 def test_all_is_told_that_is_told_without_the_compiler(watch, alone_in_a_group, on_host, kind):

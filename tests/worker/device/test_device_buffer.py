@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .native_reads import READS, NativeReads
 from .one_by_one import OneByOne
 
-pytestmark = pytest.mark.quick_here(70)
+pytestmark = pytest.mark.quick_here(45)
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]

@@ -96,11 +96,12 @@ def read_and_collect(passed):
         passed.collect()
 
 
-def test_an_exception_loses_no_reading_uncounted(monkeypatch):
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_exception_loses_no_reading_uncounted(monkeypatch, every):
     """An infinity that is neither told nor counted as unseen would let a run look clean."""
     monkeypatch.setattr(passed_readings, "_CAPACITY", 4)
     codes = all_of(PassedReadings, PassedReading)
-    for number in range(0, 5000, 3):
+    for number in range(0, 5000, every):
         device, reader = LateDevice(3), TorchReader()
         passed = PassedReadings(device, lambda method, *given, reader=reader: getattr(reader, method)(*given))
         was_read = []

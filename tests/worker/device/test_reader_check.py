@@ -27,7 +27,7 @@ from .native_reads import READS, NativeReads
 from .one_by_one import OneByOne
 from .test_device_buffer import values_of
 
-pytestmark = pytest.mark.quick_here(24)
+pytestmark = pytest.mark.quick_here(14)
 NAN, INF = float("nan"), float("inf")
 
 

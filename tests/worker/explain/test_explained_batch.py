@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.quick_here(18)
+pytestmark = pytest.mark.quick_here(10)
 
 SOURCE = Path(__file__).read_text().splitlines()
 BATCH = 2

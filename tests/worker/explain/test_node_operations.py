@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from gpuwatch.worker.explain.loss_graph import _GraphSearch
 from gpuwatch.worker.explain.node_operations import NODE_RULES
+
+from ...cases import case
 
 X = torch.linspace(0.11, 0.93, 12).reshape(3, 4).requires_grad_()
 Y = torch.linspace(0.85, 0.21, 12).reshape(3, 4).requires_grad_()
@@ -129,15 +130,16 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_result_is_computed_again_to_the_bit(name):
-    made = CASES[name]()
-    search, node = _GraphSearch(), made.grad_fn
-    with torch.no_grad():
-        rule = NODE_RULES[node.name()]
-        again = search._run(node, rule, search._operands(node, rule))[made.output_nr]
-    assert again is not None
-    assert torch.equal(again, made)
+def test_the_result_is_computed_again_to_the_bit():
+    for name, make in CASES.items():
+        with case(name):
+            made = make()
+            search, node = _GraphSearch(), made.grad_fn
+            with torch.no_grad():
+                rule = NODE_RULES[node.name()]
+                again = search._run(node, rule, search._operands(node, rule))[made.output_nr]
+            assert again is not None
+            assert torch.equal(again, made)
 
 
 def test_each_rule_is_tried():

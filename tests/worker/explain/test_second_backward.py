@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.quick_here(24)
+pytestmark = pytest.mark.quick_here(16)
 
 SOURCE = Path(__file__).read_text().splitlines()
 

@@ -429,7 +429,7 @@ def train(model, way="eager", x=None):
         optimizer.step()
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(8)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 @pytest.mark.parametrize(("fault", "way"), TABLE)
 def test_the_operation_and_the_line(watch, request, fault, way):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ..conftest import use_late_device
 from ..models import ReturnsDTensor
 
-pytestmark = pytest.mark.quick_here(34)
+pytestmark = pytest.mark.quick_here(20)
 
 
 class Fault(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..models import tanh_net as net
 
-pytestmark = pytest.mark.quick_here(50)
+pytestmark = pytest.mark.quick_here(32)
 
 X = torch.ones(3, 4)
 BACKWARD = ("backward",)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..small_trainings import BATCHES, sgd, train
 
-pytestmark = pytest.mark.quick_here(14)
+pytestmark = pytest.mark.quick_here(8)
 
 assert BATCHES > FEWEST_BATCHES
 CODES = (Code.DEAD_ACTIVATION, Code.GRADIENT_STOPPED, Code.PARTS_UNMOVED)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ..models import Block, Multiplies
 from ..models import block_net as net
 
-pytestmark = pytest.mark.quick_here(50)
+pytestmark = pytest.mark.quick_here(32)
 
 X = torch.ones(3, 4)
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ..small_trainings import BATCHES, LARGE, clip, net, remarks, sgd, train
 
-pytestmark = pytest.mark.quick_here(11)
+pytestmark = pytest.mark.quick_here(7)
 
 
 def usual(model):

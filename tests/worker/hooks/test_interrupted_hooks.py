@@ -61,6 +61,7 @@ def run(watch, at, handler=validate):
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["native", "python"], indirect=True)
 def test_a_model_that_is_called_within_a_hook(watch, way):
     alone = run(watch, 1_000_000)[0]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..models import Multiplies
 from ..models import tanh_net as net
 
-pytestmark = pytest.mark.quick_here(50)
+pytestmark = pytest.mark.quick_here(28)
 
 X = torch.ones(3, 4)
 ZERO = torch.zeros(())

@@ -8,7 +8,7 @@ import torch
 from gpuwatch.worker.hooks.optimizer_steps import LowPrecisionState
 from torch import nn
 
-pytestmark = pytest.mark.quick_here(18)
+pytestmark = pytest.mark.quick_here(12)
 
 
 def half_net(dtype=torch.float16) -> nn.Module:

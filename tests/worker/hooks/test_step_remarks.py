@@ -10,7 +10,7 @@ from torch import nn
 
 from ..small_trainings import BATCHES, LARGE, clip, net, remarks, sgd, train
 
-pytestmark = pytest.mark.quick_here(14)
+pytestmark = pytest.mark.quick_here(8)
 
 # -- every gradient is zero ---------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from ..device.native_reads import NativeReads
 core = pytest.importorskip("gpuwatch.worker.native.core", reason="worker/native was not built")
 recursion = pytest.importorskip("gpuwatch.worker.native.recursion", reason="recursion.c was not built")
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-pytestmark = [pytest.mark.quick_here(24), pytest.mark.skipif(EXCHANGE is None, reason="this torch lends C no tensors")]
+pytestmark = [pytest.mark.quick_here(16), pytest.mark.skipif(EXCHANGE is None, reason="this torch lends C no tensors")]
 
 CALLS = 200
 MOST = CALLS // 2

@@ -7,6 +7,8 @@ import torch
 from gpuwatch.core.identity import is_peer_failure
 from gpuwatch.worker.preflight.group_collectives import sum_of, values_of
 
+pytestmark = pytest.mark.quick_here(6)  # each forks its ranks
+
 
 def test_a_healthy_group_passes(run_ranks):
     outcomes = run_ranks("group", [0, 1, 2])

@@ -27,6 +27,7 @@ def parts_of(perform=None, timeout_s=60.0):
     return parts
 
 
+@pytest.mark.slow
 def test_the_quick_stages_share_one_process(run_ranks):
     """Each process that uses CUDA makes a context of its own."""
     outcomes = run_ranks("quick", [0, 1])
@@ -37,6 +38,7 @@ def test_the_quick_stages_share_one_process(run_ranks):
         assert outcome["value"]["left"] == 0
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_has_failed_stops(run_ranks):
     outcomes = run_ranks("one fails", [0, 1, 2], group=[0, 1, 2], timeout_s=20.0)
 

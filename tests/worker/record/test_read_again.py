@@ -17,7 +17,7 @@ from torch import nn
 
 from ..conftest import use_late_device
 
-pytestmark = pytest.mark.quick_here(16)
+pytestmark = pytest.mark.quick_here(10)
 
 DRIVERS = {"host": None, "device": 0, "late device": 12, "very late device": 400}
 

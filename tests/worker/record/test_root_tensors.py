@@ -11,7 +11,7 @@ from gpuwatch.core.events.across_ranks import HashFlag, ReplicaHashes
 from gpuwatch.core.events.looked_again import HeldValue
 from torch import nn
 
-pytestmark = pytest.mark.quick_here(12)
+pytestmark = pytest.mark.quick_here(8)
 
 
 class Rotary(nn.Module):

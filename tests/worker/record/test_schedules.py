@@ -166,7 +166,7 @@ unlimited = {"deadline": None, "suppress_health_check": [HealthCheck.function_sc
 
 
 @schedules
-@settings(max_examples=10, **unlimited)
+@settings(max_examples=5, **unlimited)
 def test_a_few_schedules_give_one_verdict(tmp_path_factory, schedule, truth, fault, seed, longest, streams):
     check(tmp_path_factory.getbasetemp(), schedule, truth, fault, seed, longest, streams)
 

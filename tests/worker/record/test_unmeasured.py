@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-pytestmark = pytest.mark.quick_here(22)
+pytestmark = pytest.mark.quick_here(14)
 
 X = torch.randn(2, 4)
 
