@@ -28,6 +28,8 @@ AT = 3
 """The batch in which it happens."""
 GROUP_S = 7.0
 STILL_S = 4.0
+MOST_MEMORY = 64
+"""In parts of 64 MiB: more than the limit that ends.py sets."""
 
 
 def at_fault():
@@ -107,6 +109,13 @@ def take_down_slowly():
     threading.Event().wait()
 
 
+def take_memory():
+    held = []
+    while len(held) < MOST_MEMORY:
+        held.append(torch.ones(16 << 20))
+    raise RuntimeError("the memory of this job has no limit")
+
+
 def fatal(name):
     if name == "SIGBUS":
         with tempfile.TemporaryFile() as file:
@@ -132,6 +141,8 @@ def misbehave(mine):
         raise ValueError(f"empty shard {RANK}")
     if HOW == "memory" and mine:
         raise MemoryError
+    if HOW == "out of memory" and mine:
+        take_memory()
     if HOW == "sys.exit" and mine:
         sys.exit(3)
     if HOW == "raises, slow teardown" and mine:
