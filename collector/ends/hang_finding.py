@@ -26,6 +26,7 @@ from .hang_model import (
     HangFinding,
     HangPrognosis,
     RankPosition,
+    awaited_text,
     computes,
     has_left,
     position_of,
@@ -200,7 +201,7 @@ class _StackScene:
         return HangFinding(statement, Certainty.UNKNOWN, [], [next_])
 
     def _operations(self, ranks: list[int]) -> str:
-        return " and ".join(sorted({self.positions[rank].operation for rank in ranks}))
+        return " and ".join(sorted({awaited_text(self.positions[rank], self.world_size) for rank in ranks}))
 
     def lines(self) -> list[str]:
         """Where the ranks are, and how many are not among them."""

@@ -31,10 +31,32 @@ from typing import Any
 
 if __package__:
     from .named_after import TimedLine, fault_s, named_after_s
-    from .ways import OUT_OF_MEMORY, SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
+    from .ways import (
+        OUT_OF_MEMORY,
+        SLURM_WAYS,
+        WAYS,
+        BadEnd,
+        EndedJob,
+        grade,
+        jobs,
+        ranks_at_fault,
+        text_of,
+        times_to_name,
+    )
 else:
     from named_after import TimedLine, fault_s, named_after_s
-    from ways import OUT_OF_MEMORY, SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
+    from ways import (
+        OUT_OF_MEMORY,
+        SLURM_WAYS,
+        WAYS,
+        BadEnd,
+        EndedJob,
+        grade,
+        jobs,
+        ranks_at_fault,
+        text_of,
+        times_to_name,
+    )
 
 JOB = Path(__file__).parents[1] / "e2e" / "scripts" / "bad_ends.py"
 PATIENCE_S = 120

@@ -45,6 +45,7 @@ WAYS = [
     BadEnd("sleeps before init", ("hang", "crash", "lost")),
     BadEnd("abort, sleeps", ("hang",)),
     BadEnd("abort, computes", ("hang",)),
+    BadEnd("fault, sleeps", ("hang",)),
     BadEnd("stopped", ("hang",)),
     BadEnd("shorter loader", ("hang", "crash")),
     BadEnd("skips all_reduce", ("hang", "crash")),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from standing_still import abort_when_still
+from standing_still import abort_when_still, fault_when_still
 from torch import nn
 
 HOW, GUILTY = sys.argv[1], int(sys.argv[2])
@@ -157,12 +157,15 @@ def misbehave(mine):
         os._exit(1)
     if HOW == "os._exit(0)" and mine:
         os._exit(0)
-    if HOW in ("sleeps", "abort, sleeps") and mine:
+    if HOW in ("sleeps", "abort, sleeps", "fault, sleeps") and mine:
         elsewhere()
     if HOW in ("computes", "abort, computes") and mine:
         compute()
     if HOW.startswith("abort") and not mine:
         threading.Thread(target=abort_when_still, args=(threading.get_ident(), STILL_S), daemon=True).start()
+    if HOW.startswith("fault") and not mine:
+        threading.Thread(target=fault_when_still, args=(threading.get_ident(), STILL_S), daemon=True).start()
+        dist.barrier()
     if HOW == "stopped" and mine:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HOW == "skips all_reduce" and not mine:
@@ -201,7 +204,7 @@ def main():
         raise ImportError("no module named flash")
     if HOW == "sleeps before init" and RANK == GUILTY:
         elsewhere()
-    seconds = GROUP_S if "abort" not in HOW else 600
+    seconds = 600 if HOW.startswith(("abort", "fault")) else GROUP_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mine = RANK == GUILTY
     groups = [dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(2)]
