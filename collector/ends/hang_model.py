@@ -377,6 +377,13 @@ def meetings_of(
     return list(found.values())
 
 
+def operation_on_record(groups: Sequence[GroupState]) -> str:
+    """`all_reduce`: the operation in which a rank or its device stands, by its table; "" if that does not show it."""
+    place = standing_at(groups)
+    issued = _issued(*place) if place is not None else None
+    return issued.operation if issued is not None else ""
+
+
 def awaited_text(position: RankPosition, world_size: int) -> str:
     """What a rank waits in, for a sentence: `all_reduce of group 1 (ranks 4-7)`; "" if it is not seen to wait.
 
