@@ -77,8 +77,8 @@ class GroupField(IntEnum):
     AFTER = 11
     """Its STATE after a call or a wait: NONE, or ON_DEVICE if all calls of the group are noted."""
     TIMEOUT_MS = 12
-    """After how long a wait in it ends the rank; 0: not known. Negative if that is so of `Work.wait()` alone, and not of
-    a call that waits itself."""
+    """After how long a wait in it ends the rank; 0: not known. Negative if it ends `Work.wait()` alone, and no call
+    that waits itself."""
 
 
 ENDS_ON_DEVICE = -1
