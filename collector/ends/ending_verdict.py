@@ -26,7 +26,7 @@ from .kernel_kills import memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
-from .preempted_ranks import departure_of, saving_text
+from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -397,6 +397,8 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     ranks = facts.of_attempt(facts.last_attempt)
     codes = grouped((rank for rank in ranks if (rank.code or 0) > 0), lambda rank: rank.code)
     ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
+    if not steps and name != "SIGINT" and any(rank.batches for rank in ranks):
+        steps = [START_AGAIN]
     return Verdict(
         VerdictKind.INTERRUPTED,
         f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"

@@ -28,6 +28,7 @@ LEAVES_S = 900
 """A script that ends later after the signal may have ended for another reason. SLURM's grace is minutes, and so is the
 saving of a large model."""
 
+START_AGAIN = "Start the job again, from the checkpoint that its script has saved, if it has."
 _MEANS_END = (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU)
 _MOST_BATCHES = 2
 """A script that leaves for a signal ends the batch that it is in; another one may accumulate gradients meanwhile."""
@@ -146,7 +147,7 @@ def preemption_verdict(facts: RunFacts) -> Verdict | None:
         attempt=facts.last_attempt,
         signal=signal_name(number),
         evidence=[*(one.line for one in left), f"{facts.starter} got no signal: it was sent to the ranks"],
-        next=["Start the job again, from the checkpoint that its script has saved, if it has."],
+        next=[START_AGAIN],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in reached}),
     )
 
