@@ -10,13 +10,12 @@ from ...core.events.rank_standing import StackLine
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from .hang_finding import find_hang
-from .hang_model import HangFinding, position_of, standing_at
+from .hang_model import HangFinding
 
 _TRACE_LINE = re.compile(
     r'^ *File "(?P<file>[^"\n]*)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n {4,}(?P<text>[^\n]*))?',
     re.MULTILINE,
 )
-_PHASES = {"forward": 0, "backward": 1, "optimizer": 2}
 
 
 def last_look(rank: RankFacts) -> RankLook | None:
@@ -47,35 +46,6 @@ def calls_of(traceback: str) -> list[StackLine]:
         for match in _TRACE_LINE.finditer(traceback)
     ]
     return found[::-1]
-
-
-def progress(look: RankLook) -> tuple[int, int]:
-    """How far a rank has got in its batches; less is earlier."""
-    return look.where.batch, _PHASES.get(look.phase, 3)
-
-
-def aborted_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
-    """The ranks of an attempt that were aborted (SIGABRT) while they waited for others, as far as can be seen.
-
-    NCCL's watchdog and gloo do that, from threads of their own. A main thread that is aborted in code of the script's
-    own has done it itself; on a GPU's host it may be anywhere while a collective stands still.
-    """
-    looks = {rank.rank: look for rank in ranks if (look := last_look(rank)) is not None}
-    found = []
-    for rank in ranks:
-        exit_, look = rank.exit, looks.get(rank.rank)
-        if not rank.was_aborted or rank.was_aborted_at_exit or rank.error is not None or exit_ is None or look is None:
-            continue
-        is_ahead = any(progress(other) < progress(look) for number, other in looks.items() if number != rank.rank)
-        on_device = bool(exit_.main) and not (rank.device or "cpu").startswith("cpu")
-        if (
-            standing_at(exit_.groups) is not None
-            or position_of(look).waiting
-            or (is_ahead and not look.stack)
-            or (len(ranks) > 1 and on_device)
-        ):
-            found.append(rank)
-    return found
 
 
 def outlasted_its_group(rank: RankFacts) -> bool:

@@ -16,7 +16,7 @@ from ...core.events.run_position import RunPosition
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import first_line
-from .end_positions import aborted_in_a_wait
+from .killed_in_a_wait import killed_in_a_wait
 
 _NUMBER = re.compile(r"\d+")
 _Group = TypeVar("_Group", str, tuple[str, str])
@@ -56,7 +56,7 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
     if not ranks:  # a parent fails because its ranks have, and not vice versa
         ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
-    waited = {rank.rank for rank in aborted_in_a_wait(facts.of_attempt(attempt))}
+    waited = {rank.rank for rank in killed_in_a_wait(facts.of_attempt(attempt))}
     ended = sorted(
         (_RankExit(facts, rank, waited) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number)
     )
@@ -92,7 +92,7 @@ class _RankExit:
     """A rank's end, with the counts and times that order it among the others."""
 
     def __init__(self, facts: RunFacts, rank: RankFacts, waited: Collection[int] = ()) -> None:
-        """`waited`: the ranks that were aborted while they waited for others."""
+        """`waited`: the ranks that a library ended while they waited for others."""
         error, script, exit_ = rank.error, rank.script_exit, rank.exit
         self.rank, self.number, self.host = rank, rank.rank, facts.host(rank)
         self.lost_a_peer = error.peer_failure if error is not None else rank.hid_a_peer_failure or rank.rank in waited

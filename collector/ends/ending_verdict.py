@@ -23,9 +23,10 @@ from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .kernel_kills import memory_text
+from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
-from .preempted_ranks import departure_of, saving_text
+from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -195,7 +196,10 @@ def _after_the_signal(facts: RunFacts, rank: RankFacts, time_ns: int) -> bool:
     return node is not None and node.signal is not None and time_ns > node.signal.time_ns - SIGNAL_S * 10**9
 
 
-def _certainty(endings: ExitOrder) -> Certainty:
+def _certainty(endings: ExitOrder, behind: list[int]) -> Certainty:
+    """`behind`: the ranks that the first one seems to have waited for."""
+    if behind:
+        return Certainty.SUPPORTED
     if endings.first is not None and endings.first.was_aborted and endings.first.error is None:
         exit_ = endings.first.exit
         if exit_ is not None and (exit_.main or not exit_.stack):  # by a thread that is not the script's
@@ -238,12 +242,13 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
     elif first.was_aborted_at_exit:
         hint = _ABORTED_AT_EXIT
+    behind = [rank.rank for rank in waited_for(first, facts.of_attempt(first.attempt))]
     frames = f"Its last frames are in the report:\n{facts.report_command} --rank {first.rank}"
     at = next((f", at {line.short}" for line in exit_.stack if is_users(line.shown) and line.line), "")
     return Verdict(
         VerdictKind.LOST,
         f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
-        _certainty(endings),
+        _certainty(endings, behind),
         **whose(facts, first),
         **when_of(exit_.where),
         module=exit_.module,
@@ -255,6 +260,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             f"its recorder says: {place}",
             *([f"{rank_name(first.rank)} had up to {size_text(exit_.resident)} in memory"] if exit_.resident else []),
             *_fatal_lines(exit_),
+            *([f"it seems to have waited for {ranks_text(behind)}, which had got less far"] if behind else []),
             *_later_lines(endings),
         ],
         next=[*filter(None, [hint]), *([frames] if is_rank(first.rank) else [])],
@@ -319,7 +325,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     return Verdict(
         VerdictKind.CRASH,
         statement,
-        _certainty(endings),
+        _certainty(endings, []),
         **whose(facts, first),
         **when_of(where),
         module=error.module if error is not None else None,
@@ -392,6 +398,8 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     ranks = facts.of_attempt(facts.last_attempt)
     codes = grouped((rank for rank in ranks if (rank.code or 0) > 0), lambda rank: rank.code)
     ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
+    if not steps and name != "SIGINT" and any(rank.batches for rank in ranks):
+        steps = [START_AGAIN]
     return Verdict(
         VerdictKind.INTERRUPTED,
         f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"

@@ -26,8 +26,10 @@ from .hang_model import (
     HangFinding,
     HangPrognosis,
     RankPosition,
+    awaited_text,
     computes,
     has_left,
+    operation_on_record,
     position_of,
     standing_at,
     with_pending,
@@ -200,7 +202,7 @@ class _StackScene:
         return HangFinding(statement, Certainty.UNKNOWN, [], [next_])
 
     def _operations(self, ranks: list[int]) -> str:
-        return " and ".join(sorted({self.positions[rank].operation for rank in ranks}))
+        return " and ".join(sorted({awaited_text(self.positions[rank], self.world_size) for rank in ranks}))
 
     def lines(self) -> list[str]:
         """Where the ranks are, and how many are not among them."""
@@ -229,6 +231,8 @@ def position_line(ranks: list[int], first: RankPosition, *, ended: bool = False)
     what = f"{_VERBS['is'][form]} {'stopped' if first.kind == 'stopped' else first.doing}"
     if first.waiting:
         what = f"{_VERBS['waits' if first.kind == 'waits' else 'seems to wait'][form]} in {first.operation}"
+        if first.operation == DEVICE and (name := operation_on_record(first.groups)):
+            what += f", which is in {name}"
     elif first.kind == "unknown":
         what += "; no stack could be read"
     return f"{ranks_text(ranks)} {what}" + (f": {first.line}" if first.line else "")

@@ -94,7 +94,7 @@ _IS_OTHER_WAIT = re.compile(
 )
 _NOT_FOR_DEVICE = ("/torch/utils/data/", "/torch/serialization.py", "/torch/multiprocessing/", "/torch/distributed/")
 """Where torch waits for something else."""
-DEVICE = "a call that waits for the device"
+DEVICE = "a call that synchronizes with the device"
 BACKWARD = "the backward's reduction of gradients"
 MESSAGE = "a send or a receive"
 """The rank waits for one of several that it has begun; its table describes the last of them."""
@@ -375,6 +375,28 @@ def meetings_of(
             elif begun < number:
                 meeting.missing.append(member)
     return list(found.values())
+
+
+def operation_on_record(groups: Sequence[GroupState]) -> str:
+    """`all_reduce`: the operation in which a rank or its device stands, by its table; "" if that does not show it."""
+    place = standing_at(groups)
+    issued = _issued(*place) if place is not None else None
+    return issued.operation if issued is not None else ""
+
+
+def awaited_text(position: RankPosition, world_size: int) -> str:
+    """What a rank waits in, for a sentence: `all_reduce of group 1 (ranks 4-7)`; "" if it is not seen to wait.
+
+    A host that synchronizes with its device tells of no collective itself: the rank's table does, or else the line.
+    """
+    place = standing_at(position.groups)
+    if position.operation in ("", "wait", DEVICE) and place is not None and place[1] > 0:
+        group, number = place
+        members, issued = tuple(members_of(group.members, world_size)), _issued(group, number)
+        return PendingOperation(group.name, members, number, issued, [], [], []).text(world_size)
+    if position.operation == DEVICE and position.line:
+        return f"the collective that its device is in (the host waits at {position.line})"
+    return position.operation
 
 
 def _issued(state: GroupState, number: int) -> IssuedOperation | None:

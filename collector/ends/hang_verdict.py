@@ -105,11 +105,11 @@ def _rested_s(ranks: list[RankFacts], looks: dict[int, RankLook]) -> float:
 def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     """Whether a rank ended for a reason of its own, which is then the verdict.
 
-    A waiting rank that NCCL's watchdog aborts, or in which a group's timeout raises, has no reason of its own.
+    A waiting rank that NCCL's watchdog ends, or in which a group's timeout raises, has no reason of its own.
     """
     if rank.error is not None:
         return not rank.error.peer_failure
-    if waited and (rank.hid_a_peer_failure or rank.was_aborted or outlasted_its_group(rank)):
+    if waited and (rank.hid_a_peer_failure or rank.was_aborted or rank.was_faulted or outlasted_its_group(rank)):
         return False
     return bool(rank.own_code) or rank.exited_badly
 

@@ -20,13 +20,15 @@ from ..facts.words import cascade_of, whose
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped, ranks_text
 from ..report.verdict import Verdict
-from .end_positions import aborted_in_a_wait, calls_of
+from .end_positions import calls_of
 from .ending_order import endings_of
+from .killed_in_a_wait import killed_in_a_wait
 
 LEAVES_S = 900
 """A script that ends later after the signal may have ended for another reason. SLURM's grace is minutes, and so is the
 saving of a large model."""
 
+START_AGAIN = "Start the job again, from the checkpoint that its script has saved, if it has."
 _MEANS_END = (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU)
 _MOST_BATCHES = 2
 """A script that leaves for a signal ends the batch that it is in; another one may accumulate gradients meanwhile."""
@@ -131,7 +133,7 @@ def preemption_verdict(facts: RunFacts) -> Verdict | None:
         return None
     number, leavers = left[0].number, [one.rank for one in left]
     others = [rank for rank in ended if rank not in leavers and rank.own_code != -number]
-    waited = aborted_in_a_wait(ranks)
+    waited = killed_in_a_wait(ranks)
     if any(one.number != number for one in left) or not all(rank in waited or follows(rank) for rank in others):
         return None
     reached = [rank for rank in ranks if rank in leavers or rank.own_code == -number or _has_heard(rank, number)]
@@ -145,7 +147,7 @@ def preemption_verdict(facts: RunFacts) -> Verdict | None:
         attempt=facts.last_attempt,
         signal=signal_name(number),
         evidence=[*(one.line for one in left), f"{facts.starter} got no signal: it was sent to the ranks"],
-        next=["Start the job again, from the checkpoint that its script has saved, if it has."],
+        next=[START_AGAIN],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in reached}),
     )
 

@@ -45,6 +45,10 @@ from .page_index import RankPages
 
 _NOTHING = RankState(rank=-1, local_rank=-1, attempt=0, pid=-1, phase="", step=0, batch=-1, seq=-1)
 
+_FAULTS = frozenset(
+    -fault for fault in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
+)
+
 
 @dataclass
 class RankFacts:
@@ -193,6 +197,11 @@ class RankFacts:
     def was_aborted(self) -> bool:
         """Whether it ended its own process by SIGABRT, as a library does."""
         return self.own_code == -signal.SIGABRT
+
+    @property
+    def was_faulted(self) -> bool:
+        """Whether a signal ended it that a process gets for what it does itself, other than an abort."""
+        return self.own_code in _FAULTS
 
     @property
     def was_aborted_at_exit(self) -> bool:

@@ -48,7 +48,7 @@ class GroupState(msgspec.Struct, frozen=True):
     pending_s: float = 0.0
     """How long its device has had that, in seconds."""
     timeout_s: float = 0.0
-    """After how long a wait in it ends the rank, in seconds; 0: not known."""
+    """After how long a wait in it ends the rank, in seconds; 0: not known, or nothing does."""
 
 
 class StackLine(msgspec.Struct, frozen=True):

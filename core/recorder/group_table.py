@@ -77,7 +77,8 @@ class GroupField(IntEnum):
     AFTER = 11
     """Its STATE after a call or a wait: NONE, or ON_DEVICE if all calls of the group are noted."""
     TIMEOUT_MS = 12
-    """After how long a wait in it ends the rank; 0: not known."""
+    """After how long a wait in it ends the rank; 0: not known. Negative if it ends `Work.wait()` alone, and no call
+    that waits itself."""
 
 
 ENDS_ON_DEVICE = -1
@@ -102,6 +103,10 @@ class GroupPhase(IntEnum):
 def what_of(operation: int, dtype: int, peer: int) -> int:
     """Code of the operation, code of the dtype, and rank within the group of its root or peer (-1: none), in one."""
     return operation | dtype << 8 | peer + 1 << 16
+
+
+_IN_WORK = (GroupPhase.WAITING, GroupPhase.ISSUED)
+"""In `Work.wait()`, of Python or of C++."""
 
 
 def read_groups(data: bytes, now_ns: int, epoch_ns: int = 0) -> list[GroupState]:
@@ -193,7 +198,7 @@ def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | Non
     sent = fields[GroupField.P2P]
     if sent > 0:
         recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS]))
-    state = fields[GroupField.STATE]
+    state, timeout_ms = fields[GroupField.STATE], fields[GroupField.TIMEOUT_MS]
     return GroupState(
         name=_text(data, at + NAME_AT, NAME_BYTES),
         members=_text(data, at + MEMBERS_AT, MEMBERS_BYTES),
@@ -203,7 +208,7 @@ def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | Non
         phase=GroupPhase(state).name.lower() if state in GroupPhase._value2member_map_ else "none",
         at=fields[GroupField.AT],
         since_s=round(max(0, now_ns - fields[GroupField.SINCE_NS]) / 1e9, 1),
-        timeout_s=max(0, fields[GroupField.TIMEOUT_MS]) / 1000,
+        timeout_s=max(timeout_ms, -timeout_ms if state in _IN_WORK else 0) / 1000,
         recent=sorted(recent, key=lambda issued: issued.number),
     )
 

@@ -147,7 +147,8 @@ class HeadField(IntEnum):
     CALLING_CHILD = 49
     """As above."""
     GROUP_TIMEOUT_MS = 50
-    """Of its default process group: it may wait there before a slot of the table shows it. 0: not known."""
+    """Of its default process group: it may wait there before a slot of the table shows it. 0: not known. The sign is as
+    in the table."""
     FORECASTS = 51
     """How many its agent has made of its outputs. The agent writes it (told_forecasts.py)."""
     HAS_FRAMES = 52

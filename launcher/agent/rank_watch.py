@@ -297,7 +297,7 @@ class RankWatch:
         longest = max(inside, key=lambda group: group.since_s, default=None)
         if longest is not None:
             return longest.timeout_s
-        return self._read(lambda reader: max(0, reader[HeadField.GROUP_TIMEOUT_MS]) / 1000, 0.0)
+        return self._read(lambda reader: abs(reader[HeadField.GROUP_TIMEOUT_MS]) / 1000, 0.0)
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""

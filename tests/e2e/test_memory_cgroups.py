@@ -1,54 +1,21 @@
 """Real out-of-memory kills: the kernel ends a process of a cgroup that has a limit."""
 
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
-import psutil
 import pytest
+
+from ..memory_cgroups import JobCgroup, job_cgroup, why_no_cgroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.sample(1, of="a lack of memory")]
 LIMIT = 1400 << 20
-ENTER = 'echo $$ > "$0" && exec "$@"'
-
-
-class JobCgroup:
-    """A memory cgroup with a limit, and one below it for each part of a job: in version 2 it has no process itself."""
-
-    def __init__(self, base: Path) -> None:
-        self.is_first = base.name == "memory"
-        self.folder = base / f"gpuwatch-test-{os.getpid()}"
-        self.parts = [self.folder / name for name in ("launch", "rank0", "rank1")]
-
-    def make(self, held: ExitStack) -> None:
-        """Raises OSError."""
-        for folder in (self.folder, *self.parts):
-            if folder == self.parts[0] and not self.is_first:
-                (self.folder / "cgroup.subtree_control").write_text("+memory")
-            folder.mkdir()
-            held.callback(folder.rmdir)
-        (self.folder / ("memory.limit_in_bytes" if self.is_first else "memory.max")).write_text(str(LIMIT))
-
-    def inside(self, *command: str) -> list[str]:
-        """The command, in the first part."""
-        return ["sh", "-c", ENTER, str(self.parts[0] / "cgroup.procs"), *command]
 
 
 @pytest.fixture
 def cgroup() -> Iterator[JobCgroup]:
-    if psutil.swap_memory().total:
-        pytest.skip("the machine swaps: it would not run out of memory")
-    bases = [path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if path.is_dir()]
-    if not bases:
-        pytest.skip("no memory cgroups")
-    made = JobCgroup(bases[0])
-    with ExitStack() as held:
-        try:
-            made.make(held)
-        except OSError as error:
-            pytest.skip(f"cannot make a memory cgroup: {error}")
+    if reason := why_no_cgroup():
+        pytest.skip(reason)
+    with job_cgroup(LIMIT, ("launch", "rank0", "rank1")) as made:
         yield made
 
 

@@ -14,23 +14,39 @@ from .tmux import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")]
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS, BAD_ENDS = ("examples/faults.py", "--fault"), "tests/e2e/scripts/bad_ends.py"
 HANG = ("--hang-timeout", "8", "--on-hang", "abort")
 
 
 @pytest.mark.sample(1, of="a screen")
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 50)])
 @pytest.mark.parametrize(
-    ("fault", "options", "verdict", "says", "shows"),
+    ("script", "options", "verdict", "says", "shows"),
     [
-        ("forward", (), "overflow, established", "Rank 1 on ", "more: --rank 1"),
-        ("raise", (), "crash, established", "/data/00017.tar is empty", "Traceback (most recent call last):"),
-        ("kill", ("--telemetry", "1"), "lost, established", "was killed by SIGKILL", "resident memory of rank 1"),
-        ("loop", HANG, "hang, supported", "Rank 1 is at faults.py:", "Stack of rank 1, innermost call last"),
+        ((*FAULTS, "forward"), (), "overflow, established", "Rank 1 on ", "more: --rank 1"),
+        (
+            (*FAULTS, "raise"),
+            (),
+            "crash, established",
+            "/data/00017.tar is empty",
+            "Traceback (most recent call last):",
+        ),
+        (
+            (*FAULTS, "kill"),
+            ("--telemetry", "1"),
+            "lost, established",
+            "was killed by SIGKILL",
+            "resident memory of rank 1",
+        ),
+        ((*FAULTS, "loop"), HANG, "hang, supported", "Rank 1 is at faults.py:", "Stack of rank 1, innermost call last"),
+        ((BAD_ENDS, "preempted: launch", "1"), (), "interrupted, established", "by SIGTERM", "ended with exit code 7"),
+        ((BAD_ENDS, "fault, sleeps", "1"), (), "hang, supported", "Rank 1 was at bad_ends.py:", "killed by SIGSEGV"),
     ],
+    ids=["overflow", "crash", "lost", "hang", "interrupted", "fault in a wait"],
 )
-def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, shows, columns, lines):
+def test_the_answer_is_on_the_screen(bench, script, options, verdict, says, shows, columns, lines):
     """On a small one the verdict and what to do, on a large one all that was printed at the end."""
-    words = ("launch", "--nproc-per-node", "2", *options, str(ROOT / "examples" / "faults.py"), "--fault", fault)
+    words = ("launch", "--nproc-per-node", "2", *options, str(ROOT / script[0]), *script[1:])
     terminal = Terminal(bench.cwd, bench.environment, columns, lines)
     try:
         terminal.run(shlex.join([sys.executable, "-m", "gpuwatch.cli.main", *words]) + "; echo the end")
@@ -41,11 +57,12 @@ def test_the_answer_is_on_the_screen(bench, fault, options, verdict, says, shows
     answer = text[text.rindex("VERDICT  ") :]
     assert answer.startswith(f"VERDICT  {verdict}")
     assert says in " ".join(answer.split())
-    assert "\nNext: " in answer
+    is_short = verdict.startswith("interrupted")  # all of it fits on the small screen, and is there once
+    assert ("\nNext\n" if is_short else "\nNext: ") in answer
     if lines > MOST_LINES:
         report = text[text.index("gpuwatch report: run ") : text.rindex("the end")]
         assert shows in report
-        assert report.count("VERDICT  ") == 2
+        assert report.count("VERDICT  ") == 1 + (not is_short)
 
 
 def test_a_rank_that_only_lost_another_one_prints_one_line_on_a_terminal_and_the_report_has_its_traceback(bench):

@@ -2,6 +2,7 @@
 
 With --two-nodes each job has two nodes, in namespaces with a network of their own (tests/e2e/net/network.py): for root.
 With --slurm it runs on a real SLURM of two nodes (tests/slurm/cluster.py), one at a time: also for root.
+A job that runs out of memory has a memory cgroup with a limit, on each of its nodes: for root, too.
 
 Prints a row for each job and a table: right (the rank at fault, and nobody else), less (unknown, or the rank beside
 others), wrong (an innocent rank), over-sure (established, and not right). Of the jobs that were right it prints how
@@ -24,24 +25,51 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 if __package__:
     from .named_after import TimedLine, fault_s, named_after_s
-    from .ways import SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
+    from .ways import (
+        OUT_OF_MEMORY,
+        SLURM_WAYS,
+        WAYS,
+        BadEnd,
+        EndedJob,
+        grade,
+        jobs,
+        ranks_at_fault,
+        text_of,
+        times_to_name,
+    )
 else:
     from named_after import TimedLine, fault_s, named_after_s
-    from ways import SLURM_WAYS, WAYS, BadEnd, EndedJob, grade, jobs, ranks_at_fault, text_of, times_to_name
+    from ways import (
+        OUT_OF_MEMORY,
+        SLURM_WAYS,
+        WAYS,
+        BadEnd,
+        EndedJob,
+        grade,
+        jobs,
+        ranks_at_fault,
+        text_of,
+        times_to_name,
+    )
 
 JOB = Path(__file__).parents[1] / "e2e" / "scripts" / "bad_ends.py"
 PATIENCE_S = 120
+_LAUNCH_MEMORY, _RANK_MEMORY = 800 << 20, 400 << 20
+"""Bytes of a job that runs out of memory: for what starts its ranks, and for each of them."""
 
 
 def run(way: BadEnd, guilty: int, nproc: int, two_nodes: bool = False) -> EndedJob:
     """Run one, and grade what the report says."""
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-ends-") as folder, launches(two_nodes, nproc, folder) as commands:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpuwatch-ends-") as folder,
+        launches(two_nodes, nproc, folder, is_limited=way.how == OUT_OF_MEMORY) as commands,
+    ):
         began = time.monotonic()
         started = [
             subprocess.Popen(
@@ -90,21 +118,30 @@ def output_of(launch: subprocess.Popen[str]) -> list[TimedLine]:
 
 
 @contextmanager
-def launches(two_nodes: bool, nproc: int, folder: str) -> Iterator[list[list[str]]]:
-    """The command on each node; a script and its arguments follow it."""
+def launches(two_nodes: bool, nproc: int, folder: str, is_limited: bool) -> Iterator[list[list[str]]]:
+    """The command on each node; a script and its arguments follow it. `is_limited`: each has only so much memory."""
     launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--preflight", "off"]
-    if not two_nodes:
-        yield [[*launch, "--nproc-per-node", str(nproc)]]
-        return
-    network = two_node_network(Path(folder))
-    network.up()
-    try:
+    of_node = nproc // 2 if two_nodes else nproc
+    each = [*launch, "--nproc-per-node", str(of_node)]
+    with ExitStack() as held:
+        limits = []
+        for _ in range(1 + two_nodes) if is_limited else ():
+            limits.append(held.enter_context(_cgroups().job_cgroup(_LAUNCH_MEMORY + of_node * _RANK_MEMORY)))
+        if not two_nodes:
+            yield [limits[0].inside(*each) if limits else each]
+            return
+        network = two_node_network(Path(folder))
+        held.callback(network.down)
+        network.up()
         head = network.nodes[0].address
-        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:29400", "--rdzv-id", "ends"]
-        each = [*launch, *meet, "--nproc-per-node", str(nproc // 2)]
-        yield [node.inside(each) for node in network.nodes]
-    finally:
-        network.down()
+        each += ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:29400", "--rdzv-id", "ends"]
+        if limits:
+            yield [
+                limit.inside(*node.inside(limit.shown(*each)))
+                for limit, node in zip(limits, network.nodes, strict=True)
+            ]
+        else:
+            yield [node.inside(each) for node in network.nodes]
 
 
 def two_node_network(folder: Path) -> Any:
@@ -115,6 +152,16 @@ def two_node_network(folder: Path) -> Any:
 def why_no_two_nodes() -> str:
     """Why --two-nodes does not go here; "" if it does."""
     return str(_network().why_not())
+
+
+def why_no_cgroup() -> str:
+    """Why no job can run out of memory here; "" if one can."""
+    return str(_cgroups().why_no_cgroup())
+
+
+def _cgroups() -> Any:
+    sys.path.insert(0, str(JOB.parents[2]))
+    return importlib.import_module("memory_cgroups")
 
 
 def _network() -> Any:
@@ -147,8 +194,11 @@ def main() -> int:
     given = parser.parse_args()
     sizes = (2, 4) if given.two_nodes or given.slurm else (2, 3, 4)
     ways = [way for way in (SLURM_WAYS if given.slurm else WAYS) if given.only in way.how]
+    if any(way.how == OUT_OF_MEMORY for way in ways) and (reason := why_no_cgroup()):
+        print(f"without jobs that run out of memory: {reason}")
+        ways = [way for way in ways if way.how != OUT_OF_MEMORY]
     if not ways:
-        parser.error(f"--only: expected a word of a way's name, found {given.only}")
+        parser.error(f"--only: expected a word of the name of a way that can be had, found {given.only}")
     chosen = jobs(given.seed, given.jobs, sizes, ways)
     at_once = 1 if given.slurm else given.at_once
     with runner(given.two_nodes, given.slurm) as run_one, ThreadPoolExecutor(at_once) as pool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from . import on_slurm
-from .ends import run, why_no_two_nodes
+from .ends import run, why_no_cgroup, why_no_two_nodes
 from .named_after import fault_s, named_after_s
-from .ways import SLURM_WAYS, WAYS, EndedJob, grade, grade_node, jobs, times_to_name
+from .ways import OUT_OF_MEMORY, SLURM_WAYS, WAYS, EndedJob, grade, grade_node, jobs, times_to_name
 
 ONE_OF_EACH = jobs(1, len(WAYS))
 ON_TWO_NODES = jobs(2, len(WAYS), (2, 4))
@@ -18,6 +18,8 @@ ON_SLURM = jobs(3, len(SLURM_WAYS), (2, 4), SLURM_WAYS)
 @pytest.mark.sample(3, of="an end of a job")
 @pytest.mark.parametrize(("way", "guilty", "nproc"), ONE_OF_EACH, ids=[way.how for way, _, _ in ONE_OF_EACH])
 def test_nobody_innocent_is_named(way, guilty, nproc):
+    if way.how == OUT_OF_MEMORY and (reason := why_no_cgroup()):
+        pytest.skip(reason)
     ended = run(way, guilty, nproc)
     assert ended.grade in ("right", "less"), ended
 
@@ -26,7 +28,7 @@ def test_nobody_innocent_is_named(way, guilty, nproc):
 @pytest.mark.sample(2, of="an end of a job on two nodes")
 @pytest.mark.parametrize(("way", "guilty", "nproc"), ON_TWO_NODES, ids=[way.how for way, _, _ in ON_TWO_NODES])
 def test_nobody_innocent_is_named_on_two_nodes(way, guilty, nproc):
-    if reason := why_no_two_nodes():
+    if reason := why_no_two_nodes() or (way.how == OUT_OF_MEMORY and why_no_cgroup()):
         pytest.skip(reason)
     ended = run(way, guilty, nproc, two_nodes=True)
     assert ended.grade in ("right", "less"), ended
@@ -68,6 +70,15 @@ def test_how_a_verdict_is_graded(rank, concurrent, certainty, expected):
         "statement": "",
     }
     assert grade(next(way for way in WAYS if way.how == "raises"), 1, 2, verdict) == expected
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [("Rank 1 was killed: its memory cgroup was out of memory", "right"), ("Rank 1 was killed by SIGKILL", "less")],
+)
+def test_a_verdict_on_a_lack_of_memory_says_so(statement, expected):
+    verdict = {"kind": "lost", "certainty": "established", "rank": 1, "concurrent": [], "statement": statement}
+    assert grade(next(way for way in WAYS if way.how == OUT_OF_MEMORY), 1, 2, verdict) == expected
 
 
 @pytest.mark.parametrize(

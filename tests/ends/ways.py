@@ -14,8 +14,12 @@ class BadEnd(NamedTuple):
     how: str
     kinds: tuple[str, ...]
     blames: str = "guilty"
+    says: str = ""
+    """What the statement of a right verdict has."""
 
 
+OUT_OF_MEMORY = "out of memory"
+"""The kernel ends the rank, which has used what its job may (tests/memory_cgroups.py)."""
 WAYS = [
     BadEnd("raises", ("crash",)),
     BadEnd("raises in the forward", ("crash",)),
@@ -30,6 +34,7 @@ WAYS = [
     BadEnd("os._exit", ("crash", "lost")),
     BadEnd("os._exit(0)", ("crash", "hang")),
     BadEnd("SIGKILL", ("lost",)),
+    BadEnd(OUT_OF_MEMORY, ("lost",), says="its memory cgroup was out of memory"),
     BadEnd("SIGSEGV", ("lost",)),
     BadEnd("SIGBUS", ("lost",)),
     BadEnd("SIGILL", ("lost",)),
@@ -40,6 +45,7 @@ WAYS = [
     BadEnd("sleeps before init", ("hang", "crash", "lost")),
     BadEnd("abort, sleeps", ("hang",)),
     BadEnd("abort, computes", ("hang",)),
+    BadEnd("fault, sleeps", ("hang",)),
     BadEnd("stopped", ("hang",)),
     BadEnd("shorter loader", ("hang", "crash")),
     BadEnd("skips all_reduce", ("hang", "crash")),
@@ -111,7 +117,7 @@ def grade(way: BadEnd, guilty: int, nproc: int, verdict: dict) -> str:
         return "over-sure" if is_over else "less"
     if verdict["kind"] not in (*way.kinds, "interrupted"):
         return "less" if verdict["kind"] == "unknown" else "wrong"
-    return "right"
+    return "right" if way.says in verdict["statement"] else "less"
 
 
 def grade_node(way: BadEnd, host: str, ranks: Collection[int], verdict: dict) -> str:

@@ -464,6 +464,16 @@ def test_an_interruption_says_who_sent_the_signal_where_that_is_known(make, sign
     assert why in verdict.statement
 
 
+@pytest.mark.parametrize(
+    ("signal", "batch", "is_told"), [(15, 42, True), (10, 42, True), (15, -1, False), (2, 42, False)]
+)
+def test_a_job_that_trained_is_to_be_started_again_unless_a_person_ended_it(make, signal, batch, is_told):
+    ends = [make.ended(rank, -15, "torchrun", batch=batch) for rank in (0, 1)]
+    verdict = judge(make.hello(), EventMessage(NodeSignal(signal)), *ends, make.NodeBye("signal", signal))
+    assert verdict.kind == "interrupted"
+    assert any("Start the job again" in step for step in verdict.next) == is_told
+
+
 def test_a_rank_that_the_signal_has_reached_by_itself_was_not_first(make):
     """Some of SLURM's ways to send a signal reach every process of the job, before torchrun does."""
     hit = [make.ended(0, -12), make.ended(1, -15, "torchrun")]

@@ -5,15 +5,18 @@ From stacks as torch 2.13 and faulthandler leave them.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events.agent_events import WorkerExit
 from gpuwatch.core.events.node_events import NodeSignal
-from gpuwatch.core.events.rank_standing import GroupState, StackLine
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.events.script_events import ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
+from msgspec.structs import replace
 
 S = 10**9
 NOON = 10**6 * S
@@ -42,14 +45,19 @@ def aborted(rank, main, *, stack=(), waited_s=600.0, batch=4, phase="backward", 
     return end(rank, -6, "itself", batch, phase, list(stack), main, waited_s, groups)
 
 
+def killed(rank, number, stack, *, waited_s=4.0, batch=4, phase="backward", groups=(), memory_kills=0):
+    """Its main thread got the signal, in `stack`; [] if the signal leaves none."""
+    return end(rank, -number, "itself", batch, phase, list(stack), [], waited_s, groups, memory_kills)
+
+
 def stopped(rank, main, *, batch=3, phase="script", groups=()):
     """torchrun has, after it was asked."""
     return end(rank, -15, "torchrun", batch, phase, [], main, 300.0, groups)
 
 
-def end(rank, code, by, batch, phase, stack, main, still_s, groups):
+def end(rank, code, by, batch, phase, stack, main, still_s, groups, memory_kills=0):
     where = RunPosition(rank, step=batch, batch=batch, seq=batch)
-    times = {"ended_ns": NOON, "still_s": still_s}
+    times = {"ended_ns": NOON, "still_s": still_s, "memory_kills": memory_kills}
     return [
         EventMessage(
             WorkerExit(where, code, by, phase, groups=list(groups), stack=stack, main=main, state="S", **times)
@@ -176,6 +184,103 @@ def test_the_table_of_a_rank_counts_as_well(make):
 
     assert verdict.rank in (1, None)
     assert verdict.certainty != "established"
+
+
+WAITS = GroupState("0", "0-1", 2, 9, 8, "waiting", 9, recent=[IssuedOperation(9, "all_reduce", "float32", 3)])
+BEHIND = GroupState("0", "0-1", 2, begun=8, ended=8, at=8)
+FAULTS = [signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP]
+
+
+@pytest.mark.parametrize("number", [*FAULTS, signal.SIGABRT])
+@pytest.mark.parametrize("stack", [[], BARRIER], ids=["no stack", "a stack"])
+def test_by_whatever_fault_a_library_ends_a_rank_who_was_waited_for_is_named(make, number, stack):
+    one = killed(0, number, stack, groups=[WAITS])
+    verdict = verdict_of(make, one, stopped(1, [OWN], batch=4, groups=[BEHIND]))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("hang", "supported", 1)
+    where, name = "barrier" if stack else "all_reduce", signal.Signals(number).name
+    assert verdict.statement.endswith(
+        f"It never reached {where}, in which rank 0 waited for 4 s, until {name} ended it."
+    )
+    assert (verdict.signal, [one.rank for one in verdict.cascade]) == (name, [0])
+
+
+@pytest.mark.parametrize("batch", [3, 4], ids=["a batch behind", "in the same batch"])
+@pytest.mark.parametrize(
+    ("number", "waited_s", "expected"),
+    [
+        (signal.SIGSEGV, 0.1, ("lost", "supported", 0)),
+        (signal.SIGSEGV, 4.0, ("lost", "unknown", None)),
+        (signal.SIGSEGV, 12.0, ("hang", "supported", 1)),
+        (signal.SIGABRT, 4.0, ("hang", "supported", 1)),
+    ],
+)
+def test_a_fault_in_a_backward_may_be_the_ranks_own(make, number, waited_s, expected, batch):
+    """No table shows that it waits there. It may compute, unless it has stood for long."""
+    verdict = verdict_of(make, killed(0, number, BACKWARD, waited_s=waited_s), stopped(1, [OWN], batch=batch))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == expected
+
+
+@pytest.mark.parametrize("batch", [3, 4, 5])
+@pytest.mark.parametrize("number", FAULTS[:2])
+def test_a_fault_in_code_of_its_own_is_established_wherever_the_others_are(make, number, batch):
+    verdict = verdict_of(make, killed(0, number, FORWARD, phase="forward"), stopped(1, BARRIER, batch=batch))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("lost", "established", 0)
+
+
+@pytest.mark.parametrize("number", FAULTS)
+def test_a_fault_of_a_rank_that_was_last_is_established(make, number):
+    """The others are ahead: it has waited for nobody, wherever it was."""
+    one = killed(0, number, [] if number == signal.SIGTRAP else BARRIER, groups=[BEHIND])
+    verdict = verdict_of(make, one, stopped(1, BARRIER, batch=5, groups=[WAITS]))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("lost", "established", 0)
+
+
+@pytest.mark.parametrize(("memory_kills", "certainty"), [(0, "supported"), (1, "established")])
+def test_a_kill_from_outside_of_a_rank_that_waited_is_told_as_that(make, memory_kills, certainty):
+    """The kernel's own record of a lack of memory is a reason."""
+    one = killed(0, signal.SIGKILL, [], groups=[WAITS], memory_kills=memory_kills)
+    verdict = verdict_of(make, one, stopped(1, [OWN], batch=4, groups=[BEHIND]))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("lost", certainty, 0)
+    told = "it seems to have waited for rank 1, which had got less far" in verdict.evidence
+    assert told == (memory_kills == 0)
+
+
+@pytest.mark.parametrize(
+    ("thread", "expected"),
+    [
+        ([], ("hang", "supported", 1)),
+        ([StackLine("libnccl.so.2", 0, "ncclCommAbort")], ("hang", "supported", 1)),
+        ([StackLine("/home/me/prefetch.py", 3, "read", "ctypes.string_at(0)")], ("lost", "supported", 0)),
+    ],
+    ids=["a library's thread", "the same on Python 3.14", "a thread of the script's"],
+)
+def test_a_fault_of_a_thread_beside_one_that_waits(make, thread, expected):
+    one = end(0, -signal.SIGSEGV, "itself", 4, "backward", thread, BARRIER, 4.0, [WAITS])
+    verdict = verdict_of(make, one, stopped(1, [OWN], batch=4, groups=[BEHIND]))
+
+    assert (verdict.kind, verdict.certainty, verdict.rank) == expected
+
+
+def test_a_rank_outside_of_the_group_was_not_waited_for(make):
+    pair = [replace(WAITS, size=2)]
+    one = killed(0, signal.SIGSEGV, BARRIER, groups=pair)
+    others = (stopped(rank, [OWN], batch=4, groups=[BEHIND] if rank == 1 else []) for rank in (1, 2))
+    verdict = verdict_of(make, one, *others)
+
+    assert (verdict.kind, verdict.rank, verdict.concurrent) == ("hang", 1, [])
+
+
+def test_a_host_that_synchronizes_with_its_device_waits_for_a_collective(make):
+    stack = [StackLine("/home/me/train.py", 44, "step", "loss.item()")]
+    verdict = verdict_of(make, aborted(0, stack), stopped(1, [OWN]))
+
+    place = "the collective that its device is in (the host waits at train.py:44 in step: loss.item())"
+    assert f"It never reached {place}, in which rank 0 waited for 600 s" in verdict.statement
 
 
 def test_a_job_that_is_ended_tells_for_whom_it_had_stood_still(make):

@@ -411,7 +411,9 @@ def test_a_device_says_in_which_collective_its_host_waits(line, state, busy):
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
     assert found.statement.endswith("It never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
-    assert found.evidence[0].startswith("ranks 0, 2 wait in a call that waits for the device: train.py:44")
+    assert found.evidence[0].startswith(
+        "ranks 0, 2 wait in a call that synchronizes with the device, which is in all_reduce: train.py:44"
+    )
     assert (found.outlook.kind, found.outlook.free) == ("may go on", [1])
 
 

@@ -122,12 +122,17 @@ def test_the_timeout_of_those_that_waited_is_not_the_reason(verdict_of):
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "kind", "certainty"), [(700.0, "hang", "established"), (400.0, "lost", "established")]
+    ("number", "waited_s", "kind", "certainty"),
+    [
+        (signal.SIGSEGV, 700.0, "hang", "established"),
+        (signal.SIGKILL, 700.0, "hang", "established"),
+        (signal.SIGSEGV, 400.0, "hang", "established"),
+        (signal.SIGKILL, 400.0, "lost", "supported"),
+    ],
 )
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_signal_after_the_timeout_of_the_group_is_not_the_reason(verdict_of, waited_s, kind, certainty, number):
-    """The watchdog aborts the communicator first, and a thread of the library may die of that. Before the timeout
-    nobody ends a rank that waits."""
+def test_a_signal_that_ends_a_rank_that_waits_is_not_the_reason(verdict_of, waited_s, kind, certainty, number):
+    """The watchdog aborts the communicator first, and a thread of the library may die of that. SIGKILL is from outside:
+    before the timeout it is how the job ended, and the rank was waiting for another one."""
     group = GroupState("0", "0-2", 3, begun=9, phase="on_device", at=9, since_s=waited_s, timeout_s=600.0)
     died = replace(exited(0, -number, "itself"), groups=[group], still_s=waited_s)
     verdict = verdict_of(*LOOKS, died, exited(1), exited(2))

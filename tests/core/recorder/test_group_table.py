@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 
+import pytest
 from gpuwatch.core.events.rank_standing import IssuedOperation
 from gpuwatch.core.recorder.group_table import (
     MEMBERS_BYTES,
     GroupField,
+    GroupPhase,
     members_of,
     members_text,
     read_groups,
@@ -41,6 +43,24 @@ def test_no_text_of_members_does_harm(text):
 def test_any_bytes_can_be_read(data):
     used = (1).to_bytes(8, "little") + data[8:]
     assert len(read_groups(used + bytes(GROUP_BYTES * (GROUPS - 1)), 1 << 62)) == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "timeout_ms", "expected_s"),
+    [
+        *((phase, 600_000, 600.0) for phase in GroupPhase),
+        (GroupPhase.WAITING, -600_000, 600.0),
+        (GroupPhase.ISSUED, -600_000, 600.0),
+        (GroupPhase.ISSUING, -600_000, 0.0),
+        (GroupPhase.ON_DEVICE, -600_000, 0.0),
+        (GroupPhase.WAITING, 0, 0.0),
+    ],
+)
+def test_a_timeout_may_end_the_wait_of_a_work_alone(phase, timeout_ms, expected_s):
+    fields = {GroupField.USED: 1, GroupField.STATE: phase, GroupField.TIMEOUT_MS: timeout_ms}
+    slot = struct.pack("<16q", *(fields.get(field, 0) for field in range(16))).ljust(GROUP_BYTES, b"\0")
+    (group,) = read_groups(slot + bytes(GROUP_BYTES * (GROUPS - 1)), 1 << 62)
+    assert group.timeout_s == expected_s
 
 
 def test_the_table_of_an_earlier_version_is_read():

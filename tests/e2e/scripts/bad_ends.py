@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from standing_still import abort_when_still
+from standing_still import abort_when_still, fault_when_still
 from torch import nn
 
 HOW, GUILTY = sys.argv[1], int(sys.argv[2])
@@ -28,6 +28,8 @@ AT = 3
 """The batch in which it happens."""
 GROUP_S = 7.0
 STILL_S = 4.0
+MOST_MEMORY = 64
+"""In parts of 64 MiB: more than the limit that ends.py sets."""
 
 
 def at_fault():
@@ -107,6 +109,13 @@ def take_down_slowly():
     threading.Event().wait()
 
 
+def take_memory():
+    held = []
+    while len(held) < MOST_MEMORY:
+        held.append(torch.ones(16 << 20))
+    raise RuntimeError("the memory of this job has no limit")
+
+
 def fatal(name):
     if name == "SIGBUS":
         with tempfile.TemporaryFile() as file:
@@ -132,6 +141,8 @@ def misbehave(mine):
         raise ValueError(f"empty shard {RANK}")
     if HOW == "memory" and mine:
         raise MemoryError
+    if HOW == "out of memory" and mine:
+        take_memory()
     if HOW == "sys.exit" and mine:
         sys.exit(3)
     if HOW == "raises, slow teardown" and mine:
@@ -146,12 +157,15 @@ def misbehave(mine):
         os._exit(1)
     if HOW == "os._exit(0)" and mine:
         os._exit(0)
-    if HOW in ("sleeps", "abort, sleeps") and mine:
+    if HOW in ("sleeps", "abort, sleeps", "fault, sleeps") and mine:
         elsewhere()
     if HOW in ("computes", "abort, computes") and mine:
         compute()
     if HOW.startswith("abort") and not mine:
         threading.Thread(target=abort_when_still, args=(threading.get_ident(), STILL_S), daemon=True).start()
+    if HOW.startswith("fault") and not mine:
+        threading.Thread(target=fault_when_still, args=(threading.get_ident(), STILL_S), daemon=True).start()
+        dist.barrier()
     if HOW == "stopped" and mine:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HOW == "skips all_reduce" and not mine:
@@ -190,7 +204,7 @@ def main():
         raise ImportError("no module named flash")
     if HOW == "sleeps before init" and RANK == GUILTY:
         elsewhere()
-    seconds = GROUP_S if "abort" not in HOW else 600
+    seconds = 600 if HOW.startswith(("abort", "fault")) else GROUP_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mine = RANK == GUILTY
     groups = [dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(2)]

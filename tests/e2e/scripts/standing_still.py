@@ -1,6 +1,8 @@
 """What NCCL's watchdog does to a rank that stands still, without a GPU."""
 
 import ctypes
+import os
+import signal
 import sys
 import time
 
@@ -13,6 +15,12 @@ def wait_until_still(thread, seconds):
         frame = sys._current_frames()[thread]
         if (id(frame), frame.f_lasti) != before:
             since, before = time.monotonic(), (id(frame), frame.f_lasti)
+
+
+def fault_when_still(thread, seconds):
+    """End the process by SIGSEGV, once that thread has stood still for so long."""
+    wait_until_still(thread, seconds)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def abort_when_still(thread, seconds):

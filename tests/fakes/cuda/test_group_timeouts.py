@@ -35,6 +35,7 @@ def launch(folder, way, *options, **environment):
         ("ddp", {}),
         ("reduce", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
         ("wait", BLOCKING),
+        ("barrier", {}),
     ],
 )
 def test_who_did_not_come_is_named_where_the_timeout_ends_the_rank_that_waited(tmp_path, way, environment):
@@ -47,9 +48,16 @@ def test_who_did_not_come_is_named_where_the_timeout_ends_the_rank_that_waited(t
     assert ("DistBackendError" in str(waited["error"])) == (environment == BLOCKING)
 
 
-def test_where_the_watchdog_only_reports_the_limit_of_gpuwatch_counts(tmp_path):
+@pytest.mark.parametrize(
+    ("way", "environment"),
+    [
+        pytest.param("reduce", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, id="the watchdog only reports"),
+        pytest.param("barrier", BLOCKING, id="no watchdog, and a call that waits itself"),
+    ],
+)
+def test_where_no_timeout_ends_the_rank_that_waits_the_limit_of_gpuwatch_counts(tmp_path, way, environment):
     options = ("--hang-timeout", "8", "--on-hang", "abort")
-    verdict, _, said = launch(tmp_path, "reduce", *options, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
+    verdict, _, said = launch(tmp_path, way, *options, **environment)
 
     assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
     assert "(ending the ranks)" in said

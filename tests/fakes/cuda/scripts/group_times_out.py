@@ -36,6 +36,8 @@ def main(way, timeout_s):
         model(x).sum().backward()
     elif way == "reduce":
         dist.all_reduce(x)
+    elif way == "barrier":
+        dist.barrier()
     float(x.sum())
     print("rank 0 goes on", flush=True)
 
