@@ -17,6 +17,8 @@ from ...core.errors import Code, coded
 from ...core.events.own_limits import WatchChoice, choice_text
 from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
+from ...core.settings import as_keywords
+from ...core.text import joined
 from ..compile.region_parts import is_a_backward
 from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
@@ -24,6 +26,9 @@ from ..record.names import class_of, unwrap
 from ..record.roots import RootInfo
 from ..record.skipped_rows import SkippedRows
 
+_TOLD_IN = 3
+"""The batch of a root, counted from 1, in which it is told that no module matches: other roots were called by then."""
+_MOST_NAMES = 3
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference")
 """Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
@@ -44,6 +49,8 @@ class BatchSkipping:
         self.classes = {class_of(part) for part in only.modules()} if only is not None else set()
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
+        self._patterns = list(settings.modules)
+        """Empty once it was looked whether they match."""
         self._every, self._traced = settings.every, [*settings.trace_batches, settings.explain]
         self._pace, self._rank = self._progress.pace, self._progress.rank
         self.first_root: int | None = None
@@ -85,6 +92,8 @@ class BatchSkipping:
             self.first_root = root.id
         if opens_batch:
             root.batches += 1
+            if root.batches == _TOLD_IN and self._patterns:
+                self._tell_if_unmatched(root)
         batch = max(0, root.batches - 1)
         if self._every != "auto":
             self._progress.skipped = batch not in self._traced and batch % self._every != 0
@@ -97,6 +106,19 @@ class BatchSkipping:
             self._progress.fields[HeadField.BATCHES_SKIPPED] += 1
             self._progress.fields[HeadField.BATCH] = root.batches - 1
         return True
+
+    def _tell_if_unmatched(self, root: RootInfo) -> None:
+        """Say early that no pattern of `--modules` matches: the verdict of hours would be that nothing was watched."""
+        progress = self._progress
+        patterns, self._patterns = self._patterns, []
+        if self._rank != 0 or progress.fields[HeadField.HAS_FRAMES]:
+            return
+        names = [f"`{info.name}`" for info in root.modules.values() if info.name][:_MOST_NAMES]
+        given = joined([f"`{pattern}`" for pattern in patterns])
+        text = f"no module that was called matches {given} (--modules): none is watched"
+        text += f"; modules of {root.cls} are {', '.join(names)}" if names else ""
+        launched = bool(progress.settings.recorder_dir)
+        say(coded(text if launched else as_keywords(text), Code.NOTHING_SELECTED))
 
     def _keep_pace(self, root: RootInfo, batch: int) -> None:
         """A batch of a root begins, with `--every auto`."""

@@ -160,6 +160,21 @@ def test_every_third_batch_has_frames(watch, measured):
     assert watched.faults == []
 
 
+@pytest.mark.parametrize(("modules", "is_told"), [(["no_such", "1.*"], True), (["no_such", "0"], False), ([], False)])
+def test_patterns_that_match_nothing_are_told_at_once(watch, capfd, modules, is_told):
+    watched = watch(modules=modules)
+    model = net()
+    for _ in range(5):
+        model(X).sum().backward()
+    told = [line for line in capfd.readouterr().err.splitlines() if "matches" in line]
+    expected = (
+        "gpuwatch: no module that was called matches `no_such` and `1.*` (modules=): none is watched; modules of "
+        "Sequential are `0`, `0.fc1`, `0.fc2` [GW508]"
+    )
+    assert told == [expected] * is_told
+    assert watched.faults == []
+
+
 @pytest.mark.parametrize(("modules", "has_frames"), [(["0"], 1), (["no_such"], 0)])
 def test_whether_any_batch_has_a_frame_is_known_though_the_last_ones_have_none(watch, modules, has_frames):
     watched = watch(every=100, modules=modules)
