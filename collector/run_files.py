@@ -210,6 +210,7 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
 _NOTHING_TO_COMPARE = frozenset({VerdictKind.CLEAN, VerdictKind.INTERRUPTED, VerdictKind.UNKNOWN})
 _ORDINALS = ("second", "third", "fourth", "fifth")
 _MOST_NAMED = 3
+_PLACE_IN_SCRIPT = ".py:"
 _CALL = re.compile(r'^ *File "(?:.*/)?(.*)", line \d+, in (.*)(?:\n +(.*))?', re.MULTILINE)
 """A call of a traceback: the file's name, the function, the source."""
 
@@ -251,14 +252,20 @@ def outcome_of(report: RunReport, exit_code: int) -> RunOutcome:
 def fingerprint_of(report: RunReport) -> str:
     """From the kind and the place of the verdict, without ranks, batches and other numbers.
 
-    The place is the model, module, phase and role; of an exception its type and the line that raised it; else it is the
-    statement.
+    The place is the model, module, phase and role; of an overflow without a module the script, with the operation or
+    with what the statement says; of an exception its type and the line that raised it; else it is the statement.
     """
     verdict = report.verdict
     if verdict.kind in _NOTHING_TO_COMPARE:
         return ""
     place = [verdict.root, verdict.module, verdict.phase, verdict.role]
-    if verdict.module is None:
+    if verdict.module is None and verdict.kind is VerdictKind.OVERFLOW:
+        if verdict.operation is None and _PLACE_IN_SCRIPT not in verdict.statement:
+            return ""  # only the model is known: nothing says that it is the same place
+        script = next((Path(word).name for word in report.run.command if word.endswith(".py")), None)
+        made = verdict.operation.op if verdict.operation is not None else None
+        place += [script, made, _without_numbers(verdict)]
+    elif verdict.module is None:
         errors = (rank.error for rank in report.everyone if rank.rank == report.named and rank.error)
         error = next(errors, None)
         calls = _CALL.findall(str(error.get("traceback", ""))) if error is not None else []

@@ -25,6 +25,7 @@ from gpuwatch.collector.run_files import (
     read_outcome,
     seen_before,
 )
+from gpuwatch.core.events.alarm_evidence import BadOperation, OperandNumbers
 from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.text import command_for
 from gpuwatch.core.verdicts import Certainty, VerdictKind
@@ -169,6 +170,30 @@ def test_numbers_of_ranks_and_names_of_nodes_make_no_other_fault():
     assert first != fingerprint("Rank 3 on anna went silent.", host="anna")
     module = {"module": "fc1", "phase": "forward", "root": "Net"}
     assert fingerprint("a", **module) == fingerprint("b", **module) != fingerprint("a", **{**module, "root": "Other"})
+
+
+def test_an_overflow_without_a_module_is_known_by_its_script_and_its_operation_or_line():
+    report = build_report(fold([]), run_id="r", started=None, ended=None)
+
+    def fingerprint(script: str, statement: str, op: str | None = None) -> str:
+        made = BadOperation(op, "", "", 0, "", [], OperandNumbers("float32", [1], None, "nan"), "") if op else None
+        verdict = Verdict(
+            VerdictKind.OVERFLOW, statement, Certainty.SUPPORTED, root="Net", phase="loss", operation=made
+        )
+        given = replace(report.run, command=["gpuwatch", "launch", f"/home/me/{script}", "7"])
+        return fingerprint_of(replace(report, run=given, verdict=verdict))
+
+    in_line = "nan in the loss, after the forward of batch 7; `loss`, assigned at nll.py:28, was nan."
+    assert fingerprint("nll.py", in_line) == fingerprint("nll.py", in_line.replace("batch 7", "batch 12")) != ""
+    assert fingerprint("nll.py", in_line) != fingerprint("nll.py", in_line.replace("`loss`", "`other`"))
+    nowhere = "Rank 0 met nan in batch 7, which was skipped: its origin is unknown."
+    assert fingerprint("nll.py", nowhere) == "", "the model alone is no place"
+    log = "aten.log.default"
+    assert fingerprint("nll.py", "nan in the loss.", log) == fingerprint("nll.py", "nan in the loss.", log) != ""
+    assert fingerprint("nll.py", "nan in the loss.", log) != fingerprint("other.py", "nan in the loss.", log)
+    assert fingerprint("nll.py", "nan in the loss.", log) != fingerprint(
+        "nll.py", "nan in the loss.", "aten.div.Tensor"
+    )
 
 
 def test_an_exception_is_known_by_its_type(make, tmp_path):
