@@ -25,7 +25,7 @@ from ..facts.replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from ..facts.run_facts import RunFacts
 from ..facts.words import between_text, cascade_of, step_for_compiled, whose
 from ..report.sentence_parts import one_on, ranks_text
-from ..report.verdict import ConcurrentOrigin, Verdict
+from ..report.verdict import ConcurrentOrigin, OverflowCause, Verdict
 from .diagnosis_order import DiagnosisOrder
 from .doubts import doubts_about
 from .gradient_sum import of_reduced
@@ -197,6 +197,16 @@ def _replay_steps(file: CaptureFile | None) -> list[str]:
     return [f"Run this forward again, alone and in each dtype:\ngpuwatch replay {shlex.quote(run)}{trust}"]
 
 
+def _in_order(
+    cause: OverflowCause | None, steps: list[str], replay: list[str], explains: list[str], *, went_on: bool
+) -> list[str]:
+    """The advice of a known cause comes first. Without one, what finds it does: a replay, or where nothing ran again
+    because the training went on, the run with that batch watched."""
+    if cause is not None and cause.next:
+        return [*steps[:1], *replay, *steps[1:], *explains]
+    return [*replay, *explains, *steps] if went_on else [*replay, *steps, *explains]
+
+
 def _named(
     facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis], order: DiagnosisOrder, odd: OddWeight | None
 ) -> Verdict:
@@ -219,6 +229,8 @@ def _named(
     unlike = unlike_tensor(facts, first) if first.is_origin else None
     evidence[1:1] = [*operation_lines(ran, operation, first.phase), *([unlike.line] if unlike is not None else [])]
     number, variable = number_of_ranks(facts, first.attempt), bad_variable(facts, first) if of_loss else ""
+    lacks_line = may_be_run and operation is None
+    explains = explain_command(facts, first, ran, went_on=clues.went_on) if lacks_line else []
     place = place_of(first)
     if of_loss:
         place |= {"module": None, "cls": None, "role": None}
@@ -235,9 +247,7 @@ def _named(
         evidence=evidence,
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
-            *_replay_steps(capture),
-            *next_steps(first, clues),
-            *(explain_command(facts, first, ran) if may_be_run and operation is None else []),
+            *_in_order(cause, next_steps(first, clues), _replay_steps(capture), explains, went_on=clues.went_on),
         ],
         concurrent=[
             ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.row.value, hosts[d.rank], d.text, d.shown_by)

@@ -221,14 +221,22 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
 
 
 def explain_command(
-    facts: RunFacts, first: LocalDiagnosis, ran: SecondRun | None = None, *, of_sum: bool = False
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    ran: SecondRun | None = None,
+    *,
+    of_sum: bool = False,
+    went_on: bool = False,
 ) -> list[str]:
     """The step that finds the line of a backward, or of a forward that could not run again, or what each rank has put
-    into a sum: the run's own command with --explain. [] if that is of no use."""
+    into a sum: the run's own command with --explain. [] if that is of no use.
+
+    `went_on`: the training did, so that nothing ran again.
+    """
     words = next((hello.command for hello in facts.hellos), [])
     is_backward = first.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
     launched, in_python = words[:2] == ["gpuwatch", "launch"], words[:1] == ["gpuwatch.watch"]
-    if not (launched or in_python) or (ran is None and not is_backward and not of_sum):
+    if not (launched or in_python) or not (ran is not None or is_backward or of_sum or went_on):
         return []
     options, rest = {"--explain": str(first.batch)}, words[2:]
     if ("--explain", options["--explain"]) in pairwise(rest):

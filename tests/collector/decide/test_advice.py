@@ -48,6 +48,8 @@ def test_a_run_that_has_trained_past_it_is_not_told_how(make):
     assert judged(make).next[-1].endswith("to keep training past it: --on-overflow continue.")
     went_on = judged(make, later=make.finished(0, batch=9))
     assert went_on.next[-1] == "To see whole batches: gpuwatch launch --trace-batches 2,3."
+    again = "For the operation and its line, run it again with that batch watched: gpuwatch launch --explain 3 --rank 0"
+    assert went_on.next[0].startswith(again), "nothing ran again: this finds the cause"
 
 
 def test_what_is_watched_already_is_not_advised(make):
