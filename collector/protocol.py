@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from msgspec.structs import replace
 
@@ -34,7 +35,14 @@ SILENT_S = 20.0
 TOLD_S = 60.0
 """After this silence of one node, the user is told."""
 GONE_S = 60.0
-"""Once one agent has said goodbye, the report is made without another that is silent for longer than this."""
+"""Once one agent has said goodbye, the report is made without another that is silent for longer than this: a link that
+is down may come back. It is `SILENT_S` where the agent's end of the connection was closed: only a launch that has
+started another agent could say more."""
+AT_ITS_END_S = 5.0
+"""A connection that is closed within this time of the last message was closed at the agent's end: where a link is down,
+ZeroMQ gives the connection up after 30 s (`heartbeat_ttl`)."""
+ON_THE_WAY_S = 1.0
+"""How much later than the end of its connection a message may be read that came through it."""
 ABANDONED_S = 600.0
 """Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
@@ -87,6 +95,8 @@ Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
 class _NodeState:
     hello: AgentHello
     heard: float
+    closed_at: float = -inf
+    """When its connection was closed last."""
     received: int = 0
     stored: int = 0
     """The last number that is acknowledged: everything up to it is durable."""
@@ -103,6 +113,12 @@ class _NodeState:
     @property
     def gone(self) -> bool:
         return self.bye is not None or self.lost or self.replaced
+
+    @property
+    def patience_s(self) -> float:
+        """How long its silence may last, once another node has said goodbye."""
+        ended = self.closed_at - AT_ITS_END_S < self.heard < self.closed_at + ON_THE_WAY_S
+        return SILENT_S if ended else GONE_S
 
     @property
     def failed(self) -> bool:
@@ -363,6 +379,11 @@ class RunProtocol:
     def _job_is_over(self, at: float) -> None:
         self._over_since = at if self._over_since is None else min(self._over_since, at)
 
+    def on_closed(self, agent: str, now: float) -> None:
+        """The connection of an agent was closed. An agent that lives makes another."""
+        if agent in self.nodes:
+            self.nodes[agent].closed_at = now
+
     def launch_gone(self, now: float) -> None:
         """The launch that started this collector has ended or was killed."""
         if self._launch_gone_at is None:
@@ -410,7 +431,7 @@ class RunProtocol:
             return len(nodes) >= expected or now - max(byes) > STOP_AFTER_S
         since = now - max(node.heard for node in silent)
         if byes:
-            return now - min(byes) > LINGER_S or since > GONE_S
+            return now - min(byes) > LINGER_S or all(now - node.heard > node.patience_s for node in silent)
         launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
 
