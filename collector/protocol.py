@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
 
 from msgspec.structs import replace
 
@@ -29,20 +28,10 @@ from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction
 from .ends.hang_model import HangFinding
 from .ends.silent_nodes import node_text, ranks_by_host
+from .node_state import SILENT_S, NodeState
 
-SILENT_S = 20.0
-"""An agent beats twice a second. After this silence it counts as lost until it is heard again."""
 TOLD_S = 60.0
 """After this silence of one node, the user is told."""
-GONE_S = 60.0
-"""Once one agent has said goodbye, the report is made without another that is silent for longer than this: a link that
-is down may come back. It is `SILENT_S` where the agent's end of the connection was closed: only a launch that has
-started another agent could say more."""
-AT_ITS_END_S = 5.0
-"""A connection that is closed within this time of the last message was closed at the agent's end: where a link is down,
-ZeroMQ gives the connection up after 30 s (`heartbeat_ttl`)."""
-ON_THE_WAY_S = 1.0
-"""How much later than the end of its connection a message may be read that came through it."""
 ABANDONED_S = 600.0
 """Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
@@ -92,46 +81,12 @@ Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
 
 
 @dataclass
-class _NodeState:
-    hello: AgentHello
-    heard: float
-    closed_at: float = -inf
-    """When its connection was closed last."""
-    received: int = 0
-    stored: int = 0
-    """The last number that is acknowledged: everything up to it is durable."""
-    bye: wire.NodeBye | None = None
-    bye_at: float = 0.0
-    lost: bool = False
-    told_silent: bool = False
-    stopped: bool = False
-    replaced: bool = False
-    """Its agent had ended, and the launch has started it again under another name."""
-    restored: bool = False
-    """Known from the store of a collector that had ended, and not heard since."""
-
-    @property
-    def gone(self) -> bool:
-        return self.bye is not None or self.lost or self.replaced
-
-    @property
-    def patience_s(self) -> float:
-        """How long its silence may last, once another node has said goodbye."""
-        ended = self.closed_at - AT_ITS_END_S < self.heard < self.closed_at + ON_THE_WAY_S
-        return SILENT_S if ended else GONE_S
-
-    @property
-    def failed(self) -> bool:
-        return self.bye is not None and self.bye.outcome != "ok"
-
-
-@dataclass
 class RunProtocol:
     """State of one run."""
 
     run_id: str
     rdzv_id: str
-    nodes: dict[str, _NodeState] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
     """Given to a collector that is started by hand; else the first hello says it."""
     claims: RankOwnership = field(default_factory=RankOwnership)
@@ -275,14 +230,14 @@ class RunProtocol:
             return f"all {len(present)} nodes of this job have already joined"
         return ""
 
-    def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:
+    def _enter(self, agent: str, hello: AgentHello, now: float) -> NodeState:
         for other, node in self.nodes.items():
             if node_of(other) == node_of(agent):
                 node.replaced = True
-        self.nodes[agent] = _NodeState(hello, now)
+        self.nodes[agent] = NodeState(hello, now)
         return self.nodes[agent]
 
-    def _react(self, node: _NodeState, body: wire.AgentBody, now: float) -> list[Action]:
+    def _react(self, node: NodeState, body: wire.AgentBody, now: float) -> list[Action]:
         if isinstance(body, wire.EventMessage):
             return self._react_to_event(body, now)
         if isinstance(body, wire.NodeBye):

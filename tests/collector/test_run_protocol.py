@@ -5,14 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.decide.overflow_at_rest import RestingOverflow
+from gpuwatch.collector.node_state import GONE_S, SILENT_S
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
-    GONE_S,
     LINGER_S,
     MOST_CREDIT,
     NOBODY_S,
     ON_THE_WAY_BYTES,
-    SILENT_S,
     STOP_AFTER_S,
     FinishRun,
     LookAhead,

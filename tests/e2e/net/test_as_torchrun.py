@@ -32,6 +32,40 @@ COMMANDS = {
     "gpuwatch": ("gpuwatch.cli.main", "launch", "--preflight", "off"),
 }
 
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(clock, now);
+    const char *off = getenv("CLOCK_OFF_S");
+    if (!failed && clock == CLOCK_REALTIME && off) now->tv_sec += atoi(off);
+    return failed;
+}
+
+time_t time(time_t *where) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (where) *where = now.tv_sec;
+    return now.tv_sec;
+}
+
+int gettimeofday(struct timeval *restrict where, void *restrict zone) {
+    (void)zone;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    where->tv_sec = now.tv_sec;
+    where->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+"""Namespaces of time have no clock of the day: the C library's functions add seconds to it."""
+
 
 class TwoNodes:
     """One job of two ranks, one on each node, under one of the commands: in a folder of its own."""
@@ -44,7 +78,7 @@ class TwoNodes:
         self._processes = {}
         self._hurt_at = None
 
-    def start(self, node, nnodes=2):
+    def start(self, node, nnodes=2, **environment):
         where = ["--nnodes", str(nnodes), "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "a job"]
         where += ["--rdzv-endpoint", f"{self.head.address}:{PORT}"]
         plan = ["--steps", str(STEPS), "--pace", str(PACE_S), "--group-timeout", str(GROUP_TIMEOUT_S)]
@@ -54,7 +88,7 @@ class TwoNodes:
                     [sys.executable, "-m", *COMMANDS[self.command], *where, self.bench.script("chaos.py"), *plan]
                 ),
                 cwd=self.folder,
-                env={**self.bench.environment, "GPUWATCH_SECRET": "a secret that is long enough"},
+                env={**self.bench.environment, "GPUWATCH_SECRET": "a secret that is long enough", **environment},
                 stdout=said,
                 stderr=said,
             )
@@ -163,6 +197,15 @@ def the_first_node_comes_late(nodes):
     nodes.start(nodes.head)
 
 
+def a_clock_is_ten_seconds_off(nodes):
+    """All clocks that count from 1970, for all that runs on that node."""
+    library = nodes.folder / "clock.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), "-x", "c", "-", "-ldl"]
+    subprocess.run(command, input=CLOCK, text=True, check=True)
+    nodes.start(nodes.head)
+    nodes.start(nodes.other, LD_PRELOAD=str(library), CLOCK_OFF_S="10")
+
+
 def a_rank_is_frozen(nodes):
     nodes.start_both()
     frozen(nodes.rank(nodes.other), SHORT_S)
@@ -189,6 +232,7 @@ SURVIVED = [
     the_collectors_port_is_blocked,
     the_second_node_comes_late,
     the_first_node_comes_late,
+    a_clock_is_ten_seconds_off,
     a_rank_is_frozen,
     a_launch_is_frozen,
     an_agent_is_frozen,
@@ -213,6 +257,8 @@ def test_what_torchrun_survives_gpuwatch_survives(bench, network, fault):
     for rank in (0, 1):
         assert watched.losses(rank) == plain.losses(rank), f"rank {rank}"
         assert len(plain.losses(rank)) == STEPS
+    if fault is a_clock_is_ten_seconds_off:
+        assert f"the clock of {watched.other.host} is +" in watched.told(), "it was not changed"
 
 
 def a_node_is_killed(nodes):
