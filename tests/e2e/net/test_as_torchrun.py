@@ -4,6 +4,7 @@ same losses to the last digit; where torchrun ends, gpuwatch ends.
 The seconds are printed and not asserted.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -111,10 +112,10 @@ class TwoNodes:
         self._hurt_at = time.monotonic()
 
     def process(self, node, word):
-        """The one process of this node with this word on its command line. None: this command has none."""
+        """The one process of this node with this word on its command line. None: torchrun has none."""
         here = set(node.pids())
         found = [process for process in self.bench.running(word) if process.pid in here]
-        assert len(found) <= 1, found
+        assert len(found) == (self.command == "gpuwatch"), found
         return found[0] if found else None
 
     def rank(self, node):
@@ -287,6 +288,8 @@ def test_where_torchrun_ends_gpuwatch_ends_and_names_the_node(bench, network, fa
     remove_stale()  # as the next launch on that node does
 
     assert codes == [1, LOST]
+    verdict = json.loads((watched.folder / "gpuwatch-runs" / "latest" / "report.json").read_text())["verdict"]
+    assert (verdict["kind"], verdict["host"], verdict["rank"]) == ("lost", watched.other.host, 1)
     for rank in (0, 1):
         both = min(len(nodes.losses(rank)) for nodes in (plain, watched))
         assert both > 0
