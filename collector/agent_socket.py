@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from ..core.guest.tell import tell
 from ..core.wire import messages as wire
@@ -72,6 +73,8 @@ class AgentSocket:
         """agent -> the ZeroMQ identity to send to, for accepted agents"""
         self._speaking = ("", b"")
         """(name, identity) of the last sender, accepted or not"""
+        self._connections: dict[int, str] = {}
+        """descriptor -> the agent that was last heard there, accepted or not"""
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=access)
@@ -82,7 +85,7 @@ class AgentSocket:
             # breaks (stream_engine_base.cpp, `!_io_error`). The agents beat, and say how long a beat counts
             set_options(self.socket, backlog=_BACKLOG, router_handover=True, tcp_keepalive=1, tcp_keepalive_idle=30)
             set_options(self.socket, curve_server=True, curve_publickey=keys.public, curve_secretkey=keys.private)
-            self._monitor = self.socket.get_monitor_socket(_HANDSHAKE_FAILURES)
+            self._monitor = self.socket.get_monitor_socket(_HANDSHAKE_FAILURES | zmq.EVENT_DISCONNECTED)
             self.socket.bind(bind)
         except BaseException:
             self.close()
@@ -105,6 +108,8 @@ class AgentSocket:
             try:
                 identity, data = (part.bytes for part in parts)
                 self._speaking = agent_name(identity), identity
+                with suppress(zmq.ZMQError):  # it has none
+                    self._connections[int(parts[-1].get(zmq.SRCFD))] = self._speaking[0]
                 yield self._speaking[0], wire.decode_agent(data), data
             except (wire.WireError, ValueError):  # of more parts, or of fewer
                 self._access.turned_away["malformed"] += 1
@@ -123,11 +128,14 @@ class AgentSocket:
             with suppress(zmq.ZMQError):
                 self.socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
-    def count_failed_handshakes(self) -> None:
-        """Count the handshakes that have failed since the last call."""
+    def closed_connections(self) -> Iterator[str]:
+        """Yield the agents whose connections were closed since the last call, and count the handshakes that failed."""
         while self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            self._access.count("failed_handshakes", "a stranger did not get through the handshake")
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] != zmq.EVENT_DISCONNECTED:
+                self._access.count("failed_handshakes", "a stranger did not get through the handshake")
+            elif (agent := self._connections.pop(event["value"], None)) is not None:
+                yield agent
 
     def close(self) -> None:
         """Let the last messages out, then close."""

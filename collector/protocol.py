@@ -28,13 +28,10 @@ from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction
 from .ends.hang_model import HangFinding
 from .ends.silent_nodes import node_text, ranks_by_host
+from .node_state import SILENT_S, NodeState
 
-SILENT_S = 20.0
-"""An agent beats twice a second. After this silence it counts as lost until it is heard again."""
 TOLD_S = 60.0
 """After this silence of one node, the user is told."""
-GONE_S = 60.0
-"""Once one agent has said goodbye, the report is made without another that is silent for longer than this."""
 ABANDONED_S = 600.0
 """Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
@@ -84,38 +81,12 @@ Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
 
 
 @dataclass
-class _NodeState:
-    hello: AgentHello
-    heard: float
-    received: int = 0
-    stored: int = 0
-    """The last number that is acknowledged: everything up to it is durable."""
-    bye: wire.NodeBye | None = None
-    bye_at: float = 0.0
-    lost: bool = False
-    told_silent: bool = False
-    stopped: bool = False
-    replaced: bool = False
-    """Its agent had ended, and the launch has started it again under another name."""
-    restored: bool = False
-    """Known from the store of a collector that had ended, and not heard since."""
-
-    @property
-    def gone(self) -> bool:
-        return self.bye is not None or self.lost or self.replaced
-
-    @property
-    def failed(self) -> bool:
-        return self.bye is not None and self.bye.outcome != "ok"
-
-
-@dataclass
 class RunProtocol:
     """State of one run."""
 
     run_id: str
     rdzv_id: str
-    nodes: dict[str, _NodeState] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
     """Given to a collector that is started by hand; else the first hello says it."""
     claims: RankOwnership = field(default_factory=RankOwnership)
@@ -259,14 +230,14 @@ class RunProtocol:
             return f"all {len(present)} nodes of this job have already joined"
         return ""
 
-    def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:
+    def _enter(self, agent: str, hello: AgentHello, now: float) -> NodeState:
         for other, node in self.nodes.items():
             if node_of(other) == node_of(agent):
                 node.replaced = True
-        self.nodes[agent] = _NodeState(hello, now)
+        self.nodes[agent] = NodeState(hello, now)
         return self.nodes[agent]
 
-    def _react(self, node: _NodeState, body: wire.AgentBody, now: float) -> list[Action]:
+    def _react(self, node: NodeState, body: wire.AgentBody, now: float) -> list[Action]:
         if isinstance(body, wire.EventMessage):
             return self._react_to_event(body, now)
         if isinstance(body, wire.NodeBye):
@@ -363,6 +334,11 @@ class RunProtocol:
     def _job_is_over(self, at: float) -> None:
         self._over_since = at if self._over_since is None else min(self._over_since, at)
 
+    def on_closed(self, agent: str, now: float) -> None:
+        """The connection of an agent was closed. An agent that lives makes another."""
+        if agent in self.nodes:
+            self.nodes[agent].closed_at = now
+
     def launch_gone(self, now: float) -> None:
         """The launch that started this collector has ended or was killed."""
         if self._launch_gone_at is None:
@@ -410,7 +386,7 @@ class RunProtocol:
             return len(nodes) >= expected or now - max(byes) > STOP_AFTER_S
         since = now - max(node.heard for node in silent)
         if byes:
-            return now - min(byes) > LINGER_S or since > GONE_S
+            return now - min(byes) > LINGER_S or all(now - node.heard > node.patience_s for node in silent)
         launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
 

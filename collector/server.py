@@ -213,7 +213,8 @@ class CollectorServer:
             self._pages.drain(self._fold)
             self._show(now)
             self._write()
-            self._socket.count_failed_handshakes()
+            for agent in self._socket.closed_connections():
+                run_protocol.on_closed(agent, now)
             for line in self._lines.due():
                 self._tell(line)
             self._tell_of_nodes(now)

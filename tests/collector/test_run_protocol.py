@@ -5,14 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.decide.overflow_at_rest import RestingOverflow
+from gpuwatch.collector.node_state import GONE_S, SILENT_S
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
-    GONE_S,
     LINGER_S,
     MOST_CREDIT,
     NOBODY_S,
     ON_THE_WAY_BYTES,
-    SILENT_S,
     STOP_AFTER_S,
     FinishRun,
     LookAhead,
@@ -433,6 +432,42 @@ def test_a_silent_node_is_waited_for_after_a_goodbye_but_not_for_ever(two):
     assert two.tick(100 + GONE_S) == []
     assert two.tick(101 + GONE_S) == [FinishRun()]
     assert two.run_protocol.lost_agents == ["a1"]
+
+
+def test_an_agent_whose_connection_was_closed_is_waited_for_until_it_counts_as_lost(two):
+    two.beat(100, "a1")
+    two.run_protocol.on_closed("a1", 99.9)  # its last beat was on the way
+    two.say("a0", NodeBye("failed"), 101)
+    two.tick(100 + SILENT_S)
+    assert not two.run_protocol.lost_agents
+    assert FinishRun() in two.tick(101 + SILENT_S)
+    assert two.run_protocol.lost_agents == ["a1"]
+
+
+def test_a_connection_that_was_given_up_after_a_silence_says_nothing_of_the_agents_end(two):
+    two.beat(100, "a1")
+    two.say("a0", NodeBye("failed"), 100)
+    two.run_protocol.on_closed("a1", 131)
+    assert FinishRun() not in two.tick(100 + GONE_S)
+    assert FinishRun() in two.tick(101 + GONE_S)
+
+
+def test_an_agent_that_has_connected_again_is_waited_for_as_before(two):
+    two.beat(100, "a1")
+    two.run_protocol.on_closed("a1", 100.1)
+    two.beat(103, "a1")
+    two.say("a0", NodeBye("failed"), 103)
+    assert FinishRun() not in two.tick(103 + GONE_S)
+    assert FinishRun() in two.tick(104 + GONE_S)
+
+
+def test_one_node_of_which_no_connection_was_closed_is_waited_for_longest(make):
+    three = Cluster(make, 3)
+    three.beat(100, "a1", "a2")
+    three.run_protocol.on_closed("a1", 100.1)
+    three.say("a0", NodeBye("failed"), 101)
+    assert FinishRun() not in three.tick(100 + GONE_S)
+    assert FinishRun() in three.tick(101 + GONE_S)
 
 
 def test_when_the_launch_and_all_agents_are_gone_the_report_is_made(two):

@@ -37,6 +37,7 @@ from gpuwatch.core.wire.messages import (
 )
 
 from ..known_keys import KEYS, STRANGER
+from ..waiting import until
 
 pytestmark = pytest.mark.quick_here(8)
 
@@ -210,6 +211,22 @@ def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(run
     assert running.join().verdict.statement in " ".join(final.text.split())
 
 
+def test_the_end_of_an_agents_connection_is_known_and_that_of_a_stranger_is_nobodys(running, connect, make):
+    closed = []
+    running.protocol.on_closed = lambda agent, now: closed.append(agent)
+    with socket.create_connection(("127.0.0.1", int(running.address.rpartition(":")[2]))):
+        pass
+    agents = [connect(identity=name) for name in (b"a0", b"a1")]
+    for number, agent in enumerate(agents):
+        agent.send(encode(AgentMessage(1, make.hello_of(f"a{number}", nproc=0, nodes=2))))
+        assert isinstance(receive(agent), RunWelcome)
+    agents[1].close(linger=0)
+    until(lambda: closed, "the end of a1's connection", lambda: running.error)
+
+    assert closed == [agent_name(b"a1")]
+    assert acknowledged(agents[0]) == 1
+
+
 def test_an_acknowledged_message_is_in_the_store(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of())))
@@ -265,10 +282,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     for body in (make.hello_of(nproc=0), NodeBye("failed")):
         viewer.send(encode(AgentMessage(1, body)))
     viewer.send(b"\xff garbage")
-    until = time.monotonic() + WAIT_MS / 1000
-    while running.server._access.turned_away["from_viewers"] < 3:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: running.server._access.turned_away["from_viewers"] >= 3, "three messages of a viewer, counted")
     assert not viewer.poll(0)
     assert running.protocol.nodes == {}
     viewer.close(linger=0)

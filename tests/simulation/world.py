@@ -286,6 +286,8 @@ class World:
 
     def _happen(self, what: str) -> None:
         node = self.draw.choice(self.nodes)
+        if what in ("agent dies", "agent dies for good", "connection lost"):
+            self.collector.protocol.on_closed(node.agent_name, self.now)
         if what == "agent dies":
             node.lose_agent()
         elif what == "agent dies for good":

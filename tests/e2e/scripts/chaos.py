@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -58,8 +59,9 @@ def main():
     parser.add_argument("--kind", choices=["clean", "overflow", "killed"], default="clean")
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--batch", type=int, default=-1)
+    parser.add_argument("--group-timeout", type=float, default=1800.0, metavar="SECONDS")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.group_timeout))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net(args.peaks))
