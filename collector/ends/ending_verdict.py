@@ -24,7 +24,7 @@ from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .kernel_kills import memory_text
 from .killed_in_a_wait import waited_for
-from .known_crashes import known_lines, known_steps
+from .known_crashes import known_lines, known_steps, raised_at
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
@@ -304,7 +304,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [*known_lines(error.message), error.traceback.strip()]
         where = error.where
-        hint = "The script itself failed: its traceback is above, and in the job's output."
+        hint = f"The script itself failed{raised_at(error.traceback)}: its traceback is above, and in the job's output."
         hint = next(iter(known_steps(error.message)), hint)
         if seen is not None and seen.memory_kills and _LOST_WORKER.search(error.message):
             evidence.insert(0, memory_text(seen))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpuwatch.collector.ends.known_crashes import known_lines, known_steps
+from gpuwatch.collector.ends.known_crashes import known_lines, known_steps, raised_at
 from torch import nn
 
 
@@ -85,3 +85,20 @@ def test_a_line_of_nccl_says_what_it_means():
 @pytest.mark.parametrize("message", ["", "expected 3 labels, found 4", "'loss'", "No such file or directory"])
 def test_of_others_nothing_is_said(message: str):
     assert known_steps(message) == known_lines(message) == []
+
+
+@pytest.mark.parametrize(
+    ("calls", "place"),
+    [
+        ([("/home/me/train.py", 44, "<module>"), ("/home/me/train.py", 12, "main")], " at train.py:12 in main"),
+        (
+            [("/home/me/train.py", 12, "main"), ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", 9, "f")],
+            " at train.py:12 in main",
+        ),
+        ([("/venv/lib/python3.11/site-packages/lightning/trainer.py", 3, "fit")], ""),
+        ([], ""),
+    ],
+)
+def test_an_exception_has_the_innermost_line_of_the_script(calls, place):
+    lines = [f'  File "{path}", line {line}, in {name}\n    work()' for path, line, name in calls]
+    assert raised_at("\n".join(["Traceback (most recent call last):", *lines, "ValueError: no"])) == place
