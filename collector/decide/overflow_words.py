@@ -46,7 +46,8 @@ def sentence(
     if alike:
         verb = "overflowed alike"
         are_all = len(alike) + 1 == ranks and all(map(is_rank, [first.rank, *alike]))
-        who = f"All {ranks} ranks" if are_all else ranks_text([first.rank, *alike]).capitalize()
+        everyone = f"All {ranks} ranks" if ranks > 2 else "Both ranks"
+        who = everyone if are_all else ranks_text([first.rank, *alike]).capitalize()
     text = _what(first, who, verb, odd, plural=bool(alike))
     if variable:
         text += f"; {variable}"

@@ -64,7 +64,7 @@ def absent(
     else:
         who_is = f"{who.capitalize()} {'was' if ended else 'is'} {what}. It" if one and what else who.capitalize()
         statement = f"{who_is} never reached {where}, in which {who_waits(waiting, waited)}."
-        now = f"Look at the line where {who} {'is' if one else 'are'}; the stacks are below."
+        now = f"Look at the line where {who} {'is' if one else 'are'}; the report has the stacks."
         next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause, instead=instead)

@@ -234,7 +234,7 @@ PLACES = [
         _overflow(phase="forward", role="output", value="+inf", batch=2),
         args=("--fault", "alike"),
         together={0: "body.up", 1: "body.up"},
-        statement="^All 2 ranks overflowed alike",
+        statement="^Both ranks overflowed alike",
         witness="rank=0 phase=forward module=body.up class=Linear batch=2",
     ),
     Scenario(

@@ -239,7 +239,7 @@ _COMMAND = re.compile(
 )
 _CODED = re.compile(rf"\[({CODE.pattern})\]")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_STACKS = re.compile("the stacks(?= are below)")
+_STACKS = re.compile("(?<=the report has )the stacks")
 _MARKS = {
     _COMMAND: '<code class="command">{}</code>',
     _OPTION: '<span class="option">{}</span>',
@@ -255,8 +255,8 @@ def code_of(text: str) -> Markup:
 
     >>> code_of("`fc1` < 2; to test it: gpuwatch check --nproc-per-node 8.")
     Markup('<code>fc1</code> &lt; 2; to test it: <code class="command">gpuwatch check --nproc-per-node 8</code>.')
-    >>> code_of("Look at the line; the stacks are below.")
-    Markup('Look at the line; <a href="#stacks">the stacks</a> are below.')
+    >>> code_of("Look at the line; the report has the stacks.")
+    Markup('Look at the line; the report has <a href="#stacks">the stacks</a>.')
     """
     first, *commands = text.split("\n")
     if first.startswith("Traceback "):

@@ -959,7 +959,7 @@ def test_a_rank_that_met_something_else_at_the_same_time_is_not_said_to_have_met
 def test_all_ranks_were_fed_the_same(make):
     ranks = [bad_input(make, rank, seq=2) for rank in range(2)]
     verdict = judge(make.hello(), *(body for batch in ranks for body in batch.messages()))
-    assert verdict.statement.startswith("All 2 ranks were fed nan: ")
+    assert verdict.statement.startswith("Both ranks were fed nan: ")
 
 
 def never_initialised(make, number, **place):

@@ -203,7 +203,7 @@ def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad)
         "grad weight",
         "established" if len(bad) == 1 else "supported",
     )
-    who = "Rank 1 on alpha" if len(bad) == 1 else "All 2 ranks"
+    who = "Rank 1 on alpha" if len(bad) == 1 else "Both ranks"
     assert verdict.statement.startswith(f"{who} had nan in the grad weight of `embed` (Linear) before the backward")
     assert not any("derivative" in text for text in verdict.next)
 

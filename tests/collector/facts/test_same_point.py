@@ -136,7 +136,7 @@ def test_a_forward_that_did_not_return_is_compared_by_its_first_call(make):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"step": 2, "seq": 4}, "All 2 ranks overflowed alike: "),
+        ({"step": 2, "seq": 4}, "Both ranks overflowed alike: "),
         ({"step": 1, "seq": 4}, "concurrently, rank 1 met a non-finite value elsewhere"),
     ],
 )
@@ -149,4 +149,4 @@ def test_the_same_place_is_the_same_place_although_rank_0_has_evaluated_alone(ma
     verdict = report_of(facts_of(make, *ranks, ends=ends)).verdict
     assert words in verdict.statement
     numbered = "rank 1 numbers that batch 2: it ran extra batches, or skipped some"
-    assert (numbered in verdict.evidence) == (words.startswith("All"))
+    assert (numbered in verdict.evidence) == (words.startswith("Both"))
