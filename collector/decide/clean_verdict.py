@@ -95,7 +95,7 @@ def _clean(facts: RunFacts) -> Verdict:
     if warnings:
         closest = [f"{rank_name(number)}, {warning_text(warned)}" for number, warned in warnings]
         statement += f" Closest to trouble: {first_of(closest)}."
-    is_told = all(rank.told_its_end for rank in ranks) and not doubts
+    is_told = all(rank.told_its_end for rank in ranks) and not doubts and not idle
     return Verdict(
         VerdictKind.CLEAN,
         statement,
