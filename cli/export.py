@@ -67,7 +67,7 @@ def export(
 ) -> int:
     """Write the numbers that the store of RUN holds as one table: frames, history and verdict.
 
-    Without RUN: the latest one. What the columns mean is in docs/export.md.
+    Without RUN: the latest one, or that of your last launch. What the columns mean is in docs/export.md.
 
     gpuwatch export --format csv -o frames.csv
     """

@@ -90,8 +90,8 @@ def _next_job(runs_dir: Path) -> Path:
 def stacks(run: str | None, runs_dir: str, form: str) -> int:
     """Show where all ranks of a running job stand now: what each does, and its stack.
 
-    Without RUN: the latest one. The ranks go on meanwhile. A rank that does not answer is read from outside, with
-    py-spy where that is installed.
+    Without RUN: the latest one; in a folder without runs, that of your last launch. The ranks go on meanwhile. A rank
+    that does not answer is read from outside, with py-spy where that is installed.
 
     gpuwatch stacks --format json
     """
@@ -223,7 +223,7 @@ def folded(run: str, statement: str, width: int | None) -> str:
 @click.option("--like", metavar="RUN", shell_complete=complete_runs, help="Only runs with the same fault as this one.")
 @TEXT_OR_JSON
 def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
-    """List the runs in a folder with their verdicts.
+    """List the runs in a folder with their verdicts; in a folder without runs, those beside your last launch.
 
     A run without a verdict is still running, or its report could not be made.
 

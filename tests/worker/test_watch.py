@@ -585,6 +585,7 @@ def test_inside_of_a_run_there_are_no_second_hooks(run, folders):
     with gpuwatch.watch(model, on_overflow="abort") as handle:
         assert hooks() == count
         model(X)
+        assert repr(handle) == "<watch of the run's models: last batch 0, 1 batch with inf or nan>"
     assert hooks() == count, "they are the run's"
     model(X)
     assert [(a.where.rank, a.where.batch) for a in handle.anomalies] == [(3, 0), (3, 1)]

@@ -305,7 +305,7 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
     Returns the operation that made an inf or nan of the output, with its line and the sizes of its operands, and all
     operations by their headroom. Buffers, attributes and random numbers are then as before. It waits for the device.
     Errors of the forward are raised. Compiled modules run eagerly where torch can (2.6 and later). A watch does not see
-    the call: it raises nothing and counts no batch.
+    the call, nor calls of other threads meanwhile: it raises nothing and counts no batch.
 
     The text of a message's code is told by the command: gpuwatch explain GW104
     """
