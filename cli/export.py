@@ -24,7 +24,7 @@ from .report import (
     ranks_of,
     text_width,
 )
-from .run_names import RUNS_DIR, complete_runs, find_run
+from .run_names import RUNS_DIR, complete_runs, find_run_or_last
 
 if TYPE_CHECKING:
     from ..collector.views.frame_export import ExportRow
@@ -67,7 +67,7 @@ def export(
 ) -> int:
     """Write the numbers that the store of RUN holds as one table: frames, history and verdict.
 
-    Without RUN: the latest one. What the columns mean is in docs/export.md.
+    Without RUN: the latest one, or that of your last launch. What the columns mean is in docs/export.md.
 
     gpuwatch export --format csv -o frames.csv
     """
@@ -79,7 +79,7 @@ def export(
         )
     if form == "parquet":
         _expect_pyarrow()
-    path = find_run(run, Path(runs_dir))
+    path = find_run_or_last(run, Path(runs_dir))
     if form == "parquet" and output is None:
         raise UsageError(
             Code.ARGUMENT_MISSING, "--format parquet: expected a file to write to, found none; add: -o FILE"
@@ -175,7 +175,7 @@ def diff(
     from ..collector.views.batch_diff import SideRequest, choose, difference, render_difference
 
     alike = ranks.a == ranks.b and batches.a == batches.b
-    folders = [find_run(run, Path(runs_dir)) for run in runs[:2]]
+    folders = [find_run_or_last(run, Path(runs_dir)) for run in runs[:2]]
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):
         were = f"{len(runs)} runs; as: gpuwatch diff RUN_A RUN_B"
         if len(runs) == 1:

@@ -20,7 +20,7 @@ from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
 from .report import TEXT_OR_JSON, echo_json, is_open
-from .run_names import RUNS_DIR, complete_runs, find_run, latest_run
+from .run_names import RUNS_DIR, complete_runs, find_run_or_last, last_launched, latest_run, runs_dir_or_last
 
 if TYPE_CHECKING:
     from ..collector.views.publisher import ViewSubscriber
@@ -60,16 +60,16 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     once = once or not sys.stdout.isatty()  # in a pipe or a file, a screen is escape sequences, and no key ends it
     if not once:
         _expect_textual(run, Path(runs_dir))
-    path = find_run(run, Path(runs_dir)) if once or run is not None else _next_job(Path(runs_dir))
+    path = find_run_or_last(run, Path(runs_dir)) if once or run is not None else _next_job(Path(runs_dir))
     with _connected(job_viewer(path), path) as link:
         return _print_once(link, path.name, form) if once else _watch(link, path)
 
 
 def _next_job(runs_dir: Path) -> Path:
-    """The folder of the latest run, once its collector shows it."""
+    """The folder of the latest run, once its collector shows it. Without a run there, that of the last launch."""
     has_told = False
     while True:
-        latest = latest_run(runs_dir)
+        latest = latest_run(runs_dir) or last_launched(runs_dir)
         if latest is not None and is_open(latest):
             return latest
         if not has_told:
@@ -90,15 +90,15 @@ def _next_job(runs_dir: Path) -> Path:
 def stacks(run: str | None, runs_dir: str, form: str) -> int:
     """Show where all ranks of a running job stand now: what each does, and its stack.
 
-    Without RUN: the latest one. The ranks go on meanwhile. A rank that does not answer is read from outside, with
-    py-spy where that is installed.
+    Without RUN: the latest one; in a folder without runs, that of your last launch. The ranks go on meanwhile. A rank
+    that does not answer is read from outside, with py-spy where that is installed.
 
     gpuwatch stacks --format json
     """
     from ..collector.views.publisher import stacks_viewer
     from ..collector.views.snapshot import view_text
 
-    path = find_run(run, Path(runs_dir))
+    path = find_run_or_last(run, Path(runs_dir))
     with _connected(stacks_viewer(path), path) as link:
         view = link.newest(_PATIENCE_S + ANSWER_S)
     if view is None:
@@ -114,8 +114,10 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
 def _connected(link: ViewSubscriber[T], path: Path) -> Iterator[ViewSubscriber[T]]:
     try:
         if not link.is_shown:
-            found = f"found no collector that shows {path.name}; for its result: {command_for(path)}"
-            raise UsageError(Code.NOT_RUNNING, f"expected a run in progress, {found}")
+            found = f"no collector that shows {path.name}; for its result: {command_for(path)}"
+            if read_outcome(RunPaths(path)) is not None:
+                found = f"{path.name}, which has ended; its report: {command_for(path)}"
+            raise UsageError(Code.NOT_RUNNING, f"expected a run in progress, found {found}")
         yield link
     finally:
         link.close()
@@ -157,7 +159,7 @@ def _expect_textual(run: str | None, runs_dir: Path) -> None:
         raise UsageError(
             Code.NOT_INSTALLED,
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            f"textual, or print one snapshot: {command_for(find_run(run, runs_dir), does='top --once')}",
+            f"textual, or print one snapshot: {command_for(find_run_or_last(run, runs_dir), does='top --once')}",
         )
 
 
@@ -221,14 +223,14 @@ def folded(run: str, statement: str, width: int | None) -> str:
 @click.option("--like", metavar="RUN", shell_complete=complete_runs, help="Only runs with the same fault as this one.")
 @TEXT_OR_JSON
 def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
-    """List the runs in a folder with their verdicts.
+    """List the runs in a folder with their verdicts; in a folder without runs, those beside your last launch.
 
     A run without a verdict is still running, or its report could not be made.
 
     gpuwatch runs --last 5
     """
-    pattern = find_run(like, Path(runs_dir)) if like is not None else None
-    folder = pattern.parent if pattern is not None else Path(runs_dir)
+    pattern = find_run_or_last(like, Path(runs_dir)) if like is not None else None
+    folder = pattern.parent if pattern is not None else runs_dir_or_last(Path(runs_dir))
     runs = list_runs(folder)
     if pattern is not None:
         runs = _alike(runs, pattern, folder)

@@ -24,7 +24,7 @@ from ..core.guest.own_imports import own_command
 from ..core.text import shown
 from ..worker.explain.replaying import ReplayAnswer, ReplayRequest
 from .report import TEXT_OR_JSON, echo_json, text_width
-from .run_names import RUNS_DIR, complete_runs, find_run
+from .run_names import RUNS_DIR, complete_runs, find_run_or_last
 
 CAPTURE = "overflow.pt"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def _capture_of(run: str | None, runs_dir: Path) -> Path:
     """The file of the verdict's rank, or the one that the user has named. Raises UsageError, saying what there is."""
     given = [Path(run), runs_dir / run] if run is not None else []
     folder = next((path for path in given if path.suffix == ".pt" or (path / CAPTURE).exists()), None)
-    folder = folder or find_run(run, runs_dir)
+    folder = folder or find_run_or_last(run, runs_dir)
     path, why = (folder, "") if folder.suffix == ".pt" else (folder / CAPTURE, "")
     if path is not folder and (folder / "report.json").exists():
         with suppress(GpuwatchError):

@@ -93,13 +93,12 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
 def find_run_or_last(run: str | None, runs_dir: Path) -> Path:
     """As `find_run`. Where the folder by default has no run, the one that this user's last launch has written.
 
-    The runs of a job are looked for beside that one, too. A line on stderr says what is shown.
+    A run's name and the number of a job are looked for beside that one, too. A line on stderr says what is shown.
     """
     try:
         return find_run(run, runs_dir)
     except UsageError:
-        is_given = click.get_current_context().get_parameter_source("runs_dir") is not ParameterSource.DEFAULT
-        found = None if is_given else _last_run(run, runs_dir)
+        found = last_launched(runs_dir, run)
         if found is None:
             raise
     text = f"gpuwatch: {runs_dir} here has no such run; this is {found}, of your last launch"
@@ -107,13 +106,28 @@ def find_run_or_last(run: str | None, runs_dir: Path) -> Path:
     return found
 
 
-def _last_run(run: str | None, runs_dir: Path) -> Path | None:
-    """The last launch's, or that of a job beside it."""
+def runs_dir_or_last(runs_dir: Path) -> Path:
+    """The folder by default, or where it has no run, the one of this user's last launch. A line on stderr says so."""
+    last = last_launched(runs_dir)
+    if last is None:
+        return runs_dir
+    text = f"gpuwatch: {runs_dir} here has no run; these are the runs in {last.parent}, of your last launch"
+    click.echo(plain_text(text), err=True)
+    return last.parent
+
+
+def last_launched(runs_dir: Path, run: str | None = None) -> Path | None:
+    """The last launch's run, or the one of this name or job beside it. None where `--runs-dir` was given."""
+    if click.get_current_context().get_parameter_source("runs_dir") is not ParameterSource.DEFAULT:
+        return None
     last = remembered_run()
     with suppress(OSError):
-        if last is not None and run is not None and (lives := runs_of_job(_names(last.parent), run)):
-            return last.parent / lives[-1].name
-        if last is not None and run is None and _is_run(last) and not _names(runs_dir):
+        if last is not None and run not in (None, LATEST):
+            known = _names(last.parent)
+            lives = runs_of_job(known, run)
+            name = run if run in known else lives[-1].name if lives else None
+            return last.parent / name if name is not None else None
+        if last is not None and _is_run(last) and not _names(runs_dir):
             return last
     return None
 

@@ -20,6 +20,8 @@ from .values import NonFinite, RowStatistics
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17
+_MOST_IN_LINE = 6
+"""Rows of a frame in its one line."""
 
 
 class FramePhase(WordEnum):
@@ -104,6 +106,14 @@ class Row(RowStatistics, frozen=True):
     mark: int = 0
     """`RowMark`"""
 
+    def __repr__(self) -> str:
+        """One line: `<output: abs min 8.11e-02, abs max inf, float16 [4, 16]>`."""
+        numbers = ", ".join(map(" ".join, zip(("abs min", "abs max"), _sizes(self), strict=False)))
+        if self.kind != RowKind.MEASURED:
+            numbers = _sizes(self)[-1]
+        tensor = f", {self.dtype} {self.shape}" if self.shape is not None else ""
+        return f"<{shown_name(self.role)}: {numbers}{tensor}>"
+
     @property
     def parsed_role(self) -> Role:
         """What the row is about. Each text is parsed once (core.roles)."""
@@ -139,6 +149,13 @@ class Frame(msgspec.Struct, frozen=True):
     seq: int = -1
     collectives: int = 0
     """How many collectives were issued during the call. The count stops at 255."""
+
+    def __repr__(self) -> str:
+        """One line: `<batch 3, forward, `wo` (Linear): weight 2.17e+00, input[0] 9.31e+03, output inf>`, by abs max."""
+        rows = [f"{shown_name(row.role)} {_sizes(row)[-1]}" for row in self.rows[:_MOST_IN_LINE]]
+        more = len(self.rows) - len(rows)
+        listed = ", ".join([*rows, *([f"{more} more"] if more else [])]) or "no rows"
+        return f"<batch {self.batch}, {self.phase}, {module_text(self.module, self.cls)}: {listed}>"
 
     @property
     def title(self) -> str:
@@ -218,17 +235,20 @@ def format_row(row: Row) -> str:
     >>> format_row(Row("output", 0.5, None, False, True, False, "float16", [2]))
     '5.00e-01      inf output'
     """
+    return f"{' '.join(f'{size:>8}' for size in _sizes(row)):>17} {row.role}"
+
+
+def _sizes(row: Row) -> list[str]:
+    """abs min and abs max as text, or the one word that stands for them."""
     if row.kind == RowKind.NONE:
-        return f"{'None':>17} {row.role}"
-    if row.kind == RowKind.NOT_A_TENSOR:
-        return f"{'not a tensor':>17} {row.role}"
+        return ["None"]
     if row.kind != RowKind.MEASURED:
-        return f"{row.kind.replace('_', ' '):>17} {row.role}"
+        return [row.kind.replace("_", " ")]
     if row.nan:  # torch's own min and max, which this table grew from, are nan as soon as one element is
-        return f"{'nan':>8} {'nan':>8} {row.role}"
+        return ["nan", "nan"]
     inf = math.inf if row.posinf or row.neginf else None  # JSON has no inf: there it was None
     low, high = (inf if number is None else number for number in (row.abs_min, row.abs_max))
-    return f"{format_number(low)} {format_number(high)} {row.role}"
+    return [format_number(low).strip(), format_number(high).strip()]
 
 
 def format_frame(frame: Frame) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the last run of this user is, for a `gpuwatch report` in a folder without runs.
+"""Where the last run of this user is, for `gpuwatch report`, `stacks` and others in a folder without runs.
 
 A file in the user's folder for state names it: `~/.local/state/gpuwatch/last-run`. It holds a path, and nothing else.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import stat
 import threading
@@ -14,6 +15,8 @@ from gpuwatch.collector.finish import open_store, report_from_store, write_repor
 from gpuwatch.collector.run_files import new_run
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.last_run import remember_run, remembered_run
+
+STORE = Path(__file__).parent / "data" / "runs" / "leaf.sqlite.xz"
 
 
 @pytest.fixture
@@ -58,10 +61,60 @@ def test_a_folder_without_runs_has_that_of_the_last_launch(run):
     assert here.is_dir()
 
 
+@pytest.fixture
+def with_a_batch(run):
+    """The folder of a run elsewhere, with batches in its store."""
+    folder = run("first")
+    (folder / "run.sqlite").write_bytes(lzma.decompress(STORE.read_bytes()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("stacks", "stacks latest", "stacks first", "top --once", "top --once first", "export", "export first"),
+        *("diff latest --rank 0,1", "diff first first", "replay", "replay first", "runs", "runs --like first"),
+    ],
+)
+def test_every_command_finds_the_last_launch(words, with_a_batch):
+    command, *rest = words.split()
+    before = CliRunner().invoke(cli, [command, *rest])
+    assert isinstance(before.exception, UsageError) or "there is no run in gpuwatch-runs" in before.output
+    remember(with_a_batch)
+    done = CliRunner().invoke(cli, [command, *rest])
+    said = done.output.splitlines()[0]
+    assert said.startswith("gpuwatch: gpuwatch-runs here has no ") and said.endswith(", of your last launch")
+    assert str(with_a_batch if words != "runs" else with_a_batch.parent) in said
+    named = CliRunner().invoke(cli, [command, "--runs-dir", "gpuwatch-runs", *rest])
+    assert named.output == before.output and str(named.exception) == str(before.exception)
+
+
+def test_the_runs_are_those_beside_the_last_launch(run):
+    run("first")
+    remember(run("second"))
+    done = CliRunner().invoke(cli, ["runs"])
+    assert [line.split()[0] for line in done.output.splitlines()[1:]] == ["first", "second"]
+    run("own", Path("gpuwatch-runs"))
+    assert CliRunner().invoke(cli, ["runs"]).output.startswith("own ")
+
+
+def test_a_run_that_has_ended_is_not_called_one_without_a_collector(run):
+    folder = run("first", Path("gpuwatch-runs")).absolute()
+    for words in (["stacks"], ["top", "--once"]):
+        error = CliRunner().invoke(cli, words).exception
+        assert f"found first, which has ended; its report: gpuwatch report {folder}" in str(error)
+    (folder / "verdict.json").unlink()
+    assert "found no collector that shows first" in str(CliRunner().invoke(cli, ["stacks"]).exception)
+
+
 def test_a_folder_that_was_named_is_the_only_one(run):
     remember(run("first"))
     assert isinstance(shown("--runs-dir", "nowhere").exception, UsageError)
-    assert isinstance(shown("second").exception, UsageError), "a name is that of a run here"
+    assert isinstance(shown("second").exception, UsageError)
+    done = shown("first")
+    assert "gpuwatch report: run first" in done.output and "of your last launch" in done.output, "a name beside it"
+    here = run("first", Path("gpuwatch-runs"))
+    assert here.is_dir() and "of your last launch" not in shown("first").output
 
 
 def test_a_run_that_is_gone_is_not_shown(run, tmp_path):

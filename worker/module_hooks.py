@@ -227,6 +227,8 @@ class ModuleHooks:
 
     def look_at(self, tensor: Any, name: str) -> None:
         """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
+        if self._global.are_away:  # a second run, or `gpuwatch.explain`: no part of the training
+            return
         with self.progress.faults.within("detect_overflow"), self.progress.lock:
             without_modes(self._record_named, tensor, name)
         self.judging.raise_pending()

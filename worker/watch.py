@@ -43,6 +43,7 @@ from ..core.settings import (
     wrong_together,
 )
 from ..core.signal_errors import from_outside
+from ..core.text import shown_name
 from ..core.wire.beat import NodeBeat, RankState
 from ..core.wire.messages import AgentBody, AgentHello, EventMessage, NameDefinitions, NodeBye, PageMessage
 from .rank_process import note_in, wait_for_call
@@ -180,8 +181,10 @@ class ModelWatch:
     Under `gpuwatch launch` the run already watches every model. The handle then reads the run's recorder.
     """
 
-    def __init__(self, hooks: ModuleHooks, recorder: RecorderWriter, *, owned: bool) -> None:
+    def __init__(self, hooks: ModuleHooks, recorder: RecorderWriter, of: str, *, owned: bool) -> None:
         self._hooks = hooks
+        self._of = of
+        """What is watched, in words."""
         self._recorder = recorder
         self._owned = owned
         """The hooks belong to this handle, which removes them. A run's do not."""
@@ -192,6 +195,14 @@ class ModelWatch:
         self._pid = os.getpid()
         self._failure: ScriptError | None = None
         """The device has failed: nothing more can be read from it, and the script cannot go on."""
+
+    def __repr__(self) -> str:
+        """One line: `<watch of Net: last batch 3, 1 batch with inf or nan>`. Waits for no device."""
+        bad, batch = len(self.anomalies), self._reader.state().batch
+        last = f"last batch {batch}" if batch >= 0 else "no batch yet"
+        found = f"{bad} {'batch' if bad == 1 else 'batches'} with inf or nan" if bad else "no inf or nan seen"
+        removed = ", removed" if self._closed else ""
+        return f"<watch of {self._of}: {last}, {found}{removed}>"
 
     def __enter__(self) -> ModelWatch:
         _in_block.add(self._hooks)
@@ -346,12 +357,13 @@ def watch(
     none.
     """
     from .module_hooks import ModuleHooks
+    from .record.names import class_of
 
     running = current_hooks()
     if model is not None and not hasattr(model, "named_modules"):
         raise TypeError(f"expected a torch.nn.Module, or None for all models, found {type(model).__name__}")
     if running is not None:
-        return ModelWatch(running, running.progress.recorder, owned=False)
+        return ModelWatch(running, running.progress.recorder, "the run's models", owned=False)
     if every != "auto":
         _check_numbers(every=every)
     _check_numbers(
@@ -412,7 +424,8 @@ def watch(
     hooks.attach()
     _watching[hooks] = os.getpid(), weakref.ref(model) if model is not None else None
     os.register_at_fork(after_in_child=partial(_forked, weakref.ref(hooks)))
-    return ModelWatch(hooks, recorder, owned=True)
+    of = shown_name(class_of(model)) if model is not None else "all models"
+    return ModelWatch(hooks, recorder, of, owned=True)
 
 
 def _check_numbers(**given: Any) -> None:

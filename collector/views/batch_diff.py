@@ -224,6 +224,8 @@ def _side(wish: SideRequest, rank: RankFacts, page: KeptPage) -> DiffSide:
 # The text: both sides, the first difference, then a table of what differs.
 
 MOST_ROWS = 40
+_BY = "by abs max, abs min and zeros"
+"""What is known of two tensors that do not differ. Their elements may."""
 _SAID = {
     "shape": "its shape is {a} in A and {b} in B",
     "dtype": "its dtype is {a} in A and {b} in B",
@@ -246,13 +248,13 @@ def render_difference(
     first, large = found.first(), found.first(factor)
     lines = [*(Text(f"{name}  {_side_text(side)}") for name, side in zip("AB", sides, strict=True)), Text("")]
     if first is None:
-        alike = f"SAME  All {found.compared} tensors are the same by abs max, abs min and zeros."
+        alike = f"SAME  All {found.compared} tensors are the same {_BY}."
         console.print(*lines, Text(alike, "bold green"), sep="\n")
         return console.text()
     lines.append(Text(f"DIFFERENT  The first difference is {_sentence(first)}.", "bold yellow"))
-    before = f"The {found.before} tensors before it are the same."
+    before = f"The {found.before} tensors before it are the same {_BY}."
     if found.before < 2:
-        before = "The tensor before it is the same." if found.before else "It is the first tensor of all."
+        before = f"The tensor before it is the same {_BY}." if found.before else "It is the first tensor of all."
     lines.append(Text(f"  {before}"))
     if large is None:
         lines.append(Text(f"  No abs max differs by more than a factor of {factor:g}."))

@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.frames import HEADER, Frame, Row, format_frame, format_frames, format_number, format_row
+from gpuwatch.core.frames import (
+    HEADER,
+    Frame,
+    FramePhase,
+    Row,
+    RowKind,
+    format_frame,
+    format_frames,
+    format_number,
+    format_row,
+)
 from gpuwatch.core.values import NonFinite
 
 
@@ -113,3 +123,26 @@ def test_a_frame_that_was_read_from_json_looks_the_same():
     given = frame()
     assert format_frame(msgspec.json.decode(msgspec.json.encode(given), type=Frame)) == format_frame(given)
     assert any(line.startswith("8.11e-02      inf") for line in format_frame(given))
+
+
+def test_a_list_of_frames_is_a_line_for_each():
+    words = "weight 2.17e+00, input[0] 9.31e+03, kwargs.mask 1.00e+00, output inf"
+    name = "`encoder.block.1.feed_forward.wo` (Linear)"
+    assert repr([frame()]) == f"[<batch 0, forward, {name}: {words}>]"
+    many = Frame(2, 0, "", "Net", FramePhase.OPTIMIZER, [row(f"weight[{number}]") for number in range(9)])
+    listed = ", ".join(f"weight[{number}] 2.00e+00" for number in range(6))
+    assert repr(many) == f"<batch 2, optimizer, the root module (Net): {listed}, 3 more>"
+    assert repr(Frame(2, 0, "a\nb", "Net", FramePhase.FORWARD, [])) == r"<batch 2, forward, `a\nb` (Net): no rows>"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (row(), "<weight: abs min 5.00e-01, abs max 2.00e+00, float32 [2]>"),
+        (row("output", 8.11e-2, INF, NonFinite.POSINF), "<output: abs min 8.11e-02, abs max inf, float32 [2]>"),
+        (row("input[1]", None, None, kind="empty"), "<input[1]: empty, float32 [2]>"),
+        (Row("input[1]", None, None, False, False, False, "", None, RowKind.NONE), "<input[1]: None>"),
+    ],
+)
+def test_a_list_of_rows_is_a_line_for_each(given, line):
+    assert repr(given) == line

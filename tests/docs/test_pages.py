@@ -62,6 +62,14 @@ def test_every_page_can_be_reached_from_the_readme():
     assert set(PAGES) <= reached
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_reference_has_words_above_it(page):
+    """In the repository the line of a reference shows nothing: only mkdocs fills it in."""
+    lines = [line for line in page.read_text().splitlines() if line]
+    above = [lines[at - 1] for at, line in enumerate(lines) if line.startswith("::: ")]
+    assert [line for line in above if line.startswith((":::", "#", "|"))] == []
+
+
 def test_the_readme_is_a_front_door():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.sample(1, of="top waits")]
 class TopOnTerminal:
     """A `gpuwatch top` in a folder, and all that it has written on its terminal."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *options):
         self.terminal, theirs = os.openpty()
-        command = [sys.executable, "-m", "gpuwatch.cli.main", "top", "--runs-dir", "runs"]
+        command = [sys.executable, "-m", "gpuwatch.cli.main", "top", *options]
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
         self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, "TERM": "xterm"}, **streams)
         os.close(theirs)
@@ -54,7 +54,7 @@ class TopOnTerminal:
 
 @pytest.fixture
 def top(tmp_path):
-    made = TopOnTerminal(tmp_path)
+    made = TopOnTerminal(tmp_path, "--runs-dir", "runs")
     yield made
     made.close()
 
@@ -83,3 +83,17 @@ def test_it_shows_the_job_that_begins(top, tmp_path):
     top.until("waiting for the first update")
     os.write(top.terminal, b"q")
     assert top.process.wait(WAIT_S) == 0
+
+
+def test_in_another_folder_it_shows_the_last_launch(own_state_folder, tmp_path):
+    run = tmp_path / "elsewhere" / "gpuwatch-runs" / "first"
+    begin(run, is_shown=True)
+    (own_state_folder / "gpuwatch").mkdir(parents=True)
+    (own_state_folder / "gpuwatch" / "last-run").write_bytes(os.fsencode(run))
+    top = TopOnTerminal(tmp_path)
+    try:
+        top.until("waiting for the first update")
+        os.write(top.terminal, b"q")
+        assert top.process.wait(WAIT_S) == 0
+    finally:
+        top.close()

@@ -84,6 +84,22 @@ def test_a_verdict_is_shown_in_one_line(folders):
     assert repr(verdict).removeprefix(shown) in ("; see also .evidence, .next>", "; see also .evidence, .next, .cause>")
 
 
+def test_a_handle_is_shown_in_one_line(folders):
+    model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
+    with gpuwatch.watch(model, on_overflow="continue") as handle:
+        assert repr(handle) == "<watch of Sequential: no batch yet, no inf or nan seen>"
+        model(X * 0)
+        assert repr(handle) == "<watch of Sequential: last batch 0, no inf or nan seen>"
+        model(X * math.inf)
+        model(X)
+        assert repr(gpuwatch.watch(model)).startswith("<watch of Sequential: no batch yet")
+    bad = len(handle.anomalies)
+    words = "1 batch" if bad == 1 else f"{bad} batches"
+    assert bad and repr(handle) == f"<watch of Sequential: last batch 2, {words} with inf or nan, removed>"
+    with gpuwatch.watch() as everything:
+        assert repr(everything) == "<watch of all models: no batch yet, no inf or nan seen>"
+
+
 def test_a_model_that_ran_without_hooks_is_not_called_clean(folders):
     """Somebody has cleared torch's global hooks."""
     model = net()
@@ -569,6 +585,7 @@ def test_inside_of_a_run_there_are_no_second_hooks(run, folders):
     with gpuwatch.watch(model, on_overflow="abort") as handle:
         assert hooks() == count
         model(X)
+        assert repr(handle) == "<watch of the run's models: last batch 0, 1 batch with inf or nan>"
     assert hooks() == count, "they are the run's"
     model(X)
     assert [(a.where.rank, a.where.batch) for a in handle.anomalies] == [(3, 0), (3, 1)]

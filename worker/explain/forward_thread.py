@@ -30,6 +30,7 @@ from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
 from ..device.device import without_modes
+from ..hooks.global_hooks import without_any_of_ours
 from ..record.names import inputs_of, outputs_of, unwrap, walk
 from .code_place import CodePlace, call_site
 from .operation_watch import OperationWatch, SecondRunStopped
@@ -303,7 +304,8 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
 
     Returns the operation that made an inf or nan of the output, with its line and the sizes of its operands, and all
     operations by their headroom. Buffers, attributes and random numbers are then as before. It waits for the device.
-    Errors of the forward are raised. Compiled modules run eagerly where torch can (2.6 and later).
+    Errors of the forward are raised. Compiled modules run eagerly where torch can (2.6 and later). A watch does not see
+    the call, nor calls of other threads meanwhile: it raises nothing and counts no batch.
 
     The text of a message's code is told by the command: gpuwatch explain GW104
     """
@@ -338,4 +340,4 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
             unknown = "" if operation is not None else "it was in what the module was handed or holds"
         return ForwardExplanation(operation, unknown, seen)
 
-    return kept_as_it_is(run, watch, None, call)
+    return without_any_of_ours(partial(kept_as_it_is, run, watch, None, call))

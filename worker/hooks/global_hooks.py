@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType, ModuleType
@@ -149,6 +150,8 @@ class GlobalHooks:
         self._fields = progress.fields
         self.handles: list[Any] = []
         """torch's handles; [] while no hook is registered."""
+        self.are_away = False
+        """Whether `without_ours` has taken them off."""
         self._entries: list[tuple[ModuleType, str, dict[int, Any], int, Any]] = []
         """(torch's module, name of its table, the table then, key, value) of all that torch must hold.
 
@@ -180,6 +183,7 @@ class GlobalHooks:
             (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
         self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
+        _attached.add(self)
 
     def are_last_before_step(self, optimizer: Any) -> bool:
         """Whether no pre-hook of others comes after ours in a step of this optimizer."""
@@ -232,8 +236,10 @@ class GlobalHooks:
         ours = {handle.id for handle in self.handles}
         tables = [table for handle in self.handles if (table := handle.hooks_dict_ref()) is not None]
         before = [dict(table) for table in tables]
+        were_away = self.are_away
 
         def go() -> T:
+            self.are_away = True
             for table in tables:
                 for each in ours & table.keys():
                     del table[each]
@@ -250,6 +256,7 @@ class GlobalHooks:
                     if each in table:
                         del table[each]
                     table[each] = hook
+            self.are_away = were_away
 
         return then_put_back(go, put_back)
 
@@ -262,6 +269,18 @@ class GlobalHooks:
             table.pop(key, None)
             getattr(place, name).pop(key, None)
         self.handles, self._entries = [], []
+        _attached.discard(self)
+
+
+_attached: weakref.WeakSet[GlobalHooks] = weakref.WeakSet()
+"""Those of a run and of each `gpuwatch.watch`."""
+
+
+def without_any_of_ours(run: Callable[[], T]) -> T:
+    """Call `run` without the hooks of any watch of this process: its calls are no batch, and no alarm comes of them."""
+    for hooks in list(_attached):
+        run = partial(hooks.without_ours, run)
+    return run()
 
 
 _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_export")

@@ -169,7 +169,7 @@ def test_two_runs_that_differ(runs):
     assert (
         "DIFFERENT The first difference is output of `fc2\\x1b[2J` (Linear), forward: abs max is 3.00e+00 in A" in text
     )
-    assert "The 3 tensors before it are the same." in text
+    assert "The 3 tensors before it are the same by abs max, abs min and zeros." in text
     assert "\x1b" not in done.output
     assert exit_code(runs, "same", "later") == 1
 

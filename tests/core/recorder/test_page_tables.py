@@ -12,6 +12,7 @@ from gpuwatch.core.values import DTYPE_CODES, PENDING, NonFinite, ValueEncoding
 from gpuwatch.core.wire.messages import PageMessage, PageSegment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 ENCODINGS = dict(zip(ValueEncoding, (63, 63, 32, 16, 16), strict=True))
 ROLES = ("weight", "input[0]", "output", "grad weight", "grad output", "before input[0]", "state step weight")
@@ -71,7 +72,7 @@ def pages(draw):
 
 def shown(frames):
     """As text: a number of a row may be nan, which equals nothing."""
-    return [repr(frame) for frame in frames]
+    return [repr(asdict(frame) | {"rows": list(map(asdict, frame.rows))}) for frame in frames]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.marked_line import CODE_WIDTH
+from gpuwatch.core.recorder import run_folder
 from torch import nn
 
 from ..models import ReturnsDTensor
@@ -130,3 +131,26 @@ def test_code_without_a_file_has_no_line():
 def test_the_code_of_a_message_is_told_where_its_text_is():
     with pytest.raises(TypeError, match=r"expected a module .*, found 'GW104'; .*: gpuwatch explain GW104$"):
         gpuwatch.explain("GW104")
+
+
+class LooksItself(nn.Module):
+    def forward(self, x):
+        y = (x * 2).half()
+        gpuwatch.detect_overflow(y, "y")
+        return y.float()
+
+
+@pytest.mark.parametrize("model", [Net(2.0), LooksItself()], ids=lambda model: type(model).__name__)
+def test_a_watch_neither_raises_nor_counts_it(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_SHARED_MEMORY", tmp_path)
+    good, bad = torch.randn(3, 4), torch.full((3, 4), 6e4) * torch.randn(3, 4).sign()
+    model.eval()
+    with gpuwatch.watch(model) as handle, gpuwatch.watch() as other:
+        model(good)
+        assert gpuwatch.explain(model, bad).operation.op == "aten._to_copy.default"
+        model(good)
+        for each in (handle, other):
+            assert [page.batch for page in each.pages()] == [0, 1]
+            assert (each.anomalies, each.verdict().kind) == ([], "clean")
+        with pytest.raises(gpuwatch.OverflowDetected):
+            model(bad)
