@@ -106,8 +106,10 @@ def test_its_line_is_counted(node):
         node.now += 2
     (told,) = node.told
     assert (told.where.rank, told.where.step, told.looks) == (1, 3, 10)
-    (seen,) = told.lines
-    assert (seen.count, seen.line.function, seen.line.text) == (10, "load_batch", "time.sleep(float(sys.argv[2]))")
+    # it may be asked just as one sleep has ended and the next has not begun
+    seen = max(told.lines, key=lambda line: line.count)
+    assert (seen.line.function, seen.line.text) == ("load_batch", "time.sleep(float(sys.argv[2]))"), told.lines
+    assert sum(line.count for line in told.lines) == 10
     assert seen.line.file.endswith("/train.py")
     assert list(node.slow.told(node.watches[1])) == []
     node.looks()
