@@ -26,6 +26,7 @@ from .kernel_kills import memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
+from .orphaned_ranks import orphaned_text
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
@@ -400,9 +401,10 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
     if not steps and name != "SIGINT" and any(rank.batches for rank in ranks):
         steps = [START_AGAIN]
+    orphaned = orphaned_text(facts)
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"
+        f"{orphaned or f'The {what} was ended from outside by {name}{why}'}{seen}.{saving_text(ranks)}{waited}"
         + (f" {stood.statement}" if stood else ""),
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
