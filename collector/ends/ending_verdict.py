@@ -22,7 +22,7 @@ from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
-from .kernel_kills import memory_text
+from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps
 from .missing_nodes import unheard_hosts, waited_for_nodes
@@ -240,7 +240,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     if exit_.memory_kills:
         short, hint = f": {memory_text(exit_)}", _MORE_MEMORY.format(host)
     elif name == "SIGKILL":
-        hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+        hint = killed_step(host)
     elif first.was_aborted_at_exit:
         hint = _ABORTED_AT_EXIT
     behind = [rank.rank for rank in waited_for(first, facts.of_attempt(first.attempt))]
