@@ -97,7 +97,8 @@ class AskedAll:
     def on_message(self, event: RankStall | RankLook | WorkerExit | ScriptError, now: float) -> int | None:
         """Take an event. Returns the number of a round if it begins one; None for most events."""
         if isinstance(event, WorkerExit):
-            self._ended[event.where.attempt, event.where.rank] = event
+            if not event.runs_on:
+                self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, ScriptError):
             if event.peer_failure:
                 self._lost_a_peer.add((event.where.attempt, event.where.rank))

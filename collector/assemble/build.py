@@ -245,7 +245,7 @@ def _state(rank: RankFacts) -> str:
         return "killed"
     if exit_.code == 0:
         return "unwatched" if exit_.phase == "unwatched" else "finished"
-    return "stopped" if exit_.by == "torchrun" else "failed"
+    return {"torchrun": "stopped", "running": "running"}.get(exit_.by, "failed")
 
 
 def _preflight(rank: RankFacts) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import NodeFacts, RunFacts
+from ..facts.words import end_text
 from ..report.model import TimelineEntry
 from ..report.run_figures import ModuleForecast
 from ..report.sentence_parts import grouped
@@ -43,7 +44,7 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
         if rank.preflight is not None:
             events.append((rank.preflight, "preflight", f"preflight {rank.preflight.outcome}"))
         if rank.exit is not None:
-            events.append((rank.exit, "ended", f"ended with {rank.exit.code} ({rank.exit.by})"))
+            events.append((rank.exit, "ended", end_text(rank.exit)))
         for event, kind, text in events:
             at = event.where
             time = utc(at.time_ns / 1e9)

@@ -19,6 +19,7 @@ from ..ends.ending_verdict import ending_verdict, interrupted_verdict, lost_node
 from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.killed_together import killed_together_verdict
 from ..ends.missing_nodes import unheard_nodes
+from ..ends.orphaned_ranks import orphaned_steps
 from ..ends.preempted_ranks import preemption_verdict
 from ..ends.teardown_verdict import teardown_verdict
 from ..facts.rank_facts import RankFacts
@@ -51,7 +52,8 @@ def decide(facts: RunFacts) -> Verdict:
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return _with_drain(facts, _with_gpu(facts, _without_nodes(facts, _less_sure(facts, verdict))))
+            verdict = _without_nodes(facts, _less_sure(facts, verdict))
+            return _with_drain(facts, _with_gpu(facts, replace(verdict, next=[*orphaned_steps(facts), *verdict.next])))
     return _without_nodes(facts, clean_verdict(facts))
 
 

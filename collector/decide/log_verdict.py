@@ -14,6 +14,7 @@ from ...core.gpu.counters import XIDS
 from ...core.known_errors import explain
 from ...core.verdicts import Certainty, VerdictKind
 from ..ends.hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
+from ..ends.kernel_kills import killed_step
 from ..facts.log_facts import LogFacts, LoggedXid, RaisedError, TimedOutWork
 from ..facts.log_lines import LogLine
 from ..facts.words import first_line
@@ -23,10 +24,14 @@ from ..report.verdict import ConcurrentOrigin, Verdict
 
 _SIGNALS = (-11, -7, -4, -8)
 """SIGSEGV, SIGBUS, SIGILL, SIGFPE: a process does them to itself. SIGKILL and SIGABRT may follow from others."""
+_NOT_TORCHRUNS = (*_SIGNALS, -9, -6)
+"""With SIGKILL and SIGABRT. torchrun sends healthy ranks SIGTERM or SIGINT, and SIGKILL only after it has noted who
+failed."""
 _OF_ONE_SIZE = frozenset({"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"})
 """Collectives to which all ranks must give as many elements."""
 _BETWEEN_TWO = frozenset({"SEND", "RECV", "COALESCED"})
 _NOT_THE_JOBS = re.compile(r"Killed process \d+ \((?!python|pt_|ray|torch|train)[^)]*\)|StepId=\d+\.extern")
+_SEEN_BEFORE = "Look at what {} printed before; python -X faulthandler shows its line."
 _MOST_LINES = 8
 _MOST_LETTERS = 200
 _MONITORED = re.compile(r"Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
@@ -50,7 +55,13 @@ def log_verdict(facts: LogFacts) -> Verdict:
         return named[0]
     if found:
         return found[0] if len(found) == 1 else _several(found)
-    return (limit if not facts.timed_out else None) or _waited(facts) or _explained(facts) or _nothing()
+    return (
+        (limit if not facts.timed_out else None)
+        or _waited(facts)
+        or _ended_first(facts)
+        or _explained(facts)
+        or _nothing()
+    )
 
 
 def _several(found: list[Verdict]) -> Verdict:
@@ -159,7 +170,7 @@ def _signalled(facts: LogFacts) -> Verdict | None:
         (failure,) = failed.values()
         name = signal_name(-failure.code)
         statement = f"Rank {failure.rank} on {failure.host} was killed by {name}."
-        step = f"Look at what rank {failure.rank} printed before; python -X faulthandler shows its line."
+        step = _SEEN_BEFORE.format(f"rank {failure.rank}")
         return _verdict(VerdictKind.LOST, statement, [step], [failure.line], ranks=[failure.rank], host=failure.host)
     tasks = {(end.host, end.tasks): end for end in facts.ends}
     if failed or len(tasks) != 1:
@@ -168,8 +179,36 @@ def _signalled(facts: LogFacts) -> Verdict | None:
     if not end.tasks.isdigit() or end.how.startswith(("Exited", "Out Of Memory")):
         return None
     statement = f"Task {end.tasks} on {end.host} ended by itself: {end.how.lower()}."
-    step = "Look at what that task printed before; python -X faulthandler shows its line."
+    step = _SEEN_BEFORE.format("that task")
     return _verdict(VerdictKind.LOST, statement, [step], [end.line], host=end.host)
+
+
+def _ended_first(facts: LogFacts) -> Verdict | None:
+    """The rank that a signal ended and that torchrun noted first, where no line tells another cause.
+
+    The first of another node counts for nothing if it wrote itself that it only lost a peer. Libraries abort those that
+    lost a peer or waited for one, and say that in C++, where no prefix tells whose line it is.
+    """
+    killed = {failure.rank: failure for failure in facts.failures if failure.code in _NOT_TORCHRUNS}
+    victims = {one.rank for one in facts.raised if one.why == "follows"}
+    firsts = {failure.rank for failure in facts.failures if failure.is_first} - (victims - killed.keys())
+    told = any(one.why == "unclear" for one in facts.raised) or any(found.own for _, found in facts.explained)
+    elsewhere = any(not end.how.startswith("Exited") for end in facts.ends)
+    if told or elsewhere or facts.progress or len(firsts) != 1 or not firsts <= killed.keys():
+        return None
+    (first,) = (killed[rank] for rank in firsts)
+    name = signal_name(-first.code)
+    if name == "SIGABRT" and (facts.with_watchdogs or facts.explained):
+        return None
+    step = _SEEN_BEFORE.format(f"rank {first.rank}")
+    if name == "SIGKILL":
+        step = f"{killed_step(first.host)} Under SLURM, give its output, too: it has the lines oom_kill."
+    if len(killed) > 1:
+        statement = f"Signals ended {ranks_text(sorted(killed))}, and the log does not show which was first."
+        lines = [failure.line for failure in killed.values()]
+        return _verdict(VerdictKind.LOST, statement, [step], lines, certainty=Certainty.UNKNOWN)
+    statement = f"torchrun saw rank {first.rank} end first, by {name}."
+    return _verdict(VerdictKind.LOST, statement, [step], [first.line], ranks=[first.rank], host=first.host)
 
 
 def _barrier(facts: LogFacts) -> Verdict | None:

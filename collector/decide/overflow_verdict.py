@@ -169,7 +169,7 @@ def _second_run(first: LocalDiagnosis, rank: RankFacts) -> SecondRun | None:
     """What it has found. A rank that ended may not have come to the one that was to follow."""
     ran = _at(first, rank.second_run)
     alarm = next((each for each in rank.anomalies if each.looks and _at(first, each) is not None), None)
-    if ran is not None or alarm is None or rank.exit is None or _at(first, rank.captured) is not None:
+    if ran is not None or alarm is None or rank.exit is None or rank.runs_on or _at(first, rank.captured) is not None:
         return ran
     what = "backward" if alarm.phase == FramePhase.BACKWARD else "forward"
     return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} ended before that {what} had run again")

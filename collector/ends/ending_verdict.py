@@ -22,10 +22,11 @@ from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
-from .kernel_kills import memory_text
+from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps, raised_at
 from .missing_nodes import unheard_hosts, waited_for_nodes
+from .orphaned_ranks import orphaned_text
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
@@ -239,7 +240,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     if exit_.memory_kills:
         short, hint = f": {memory_text(exit_)}", _MORE_MEMORY.format(host)
     elif name == "SIGKILL":
-        hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+        hint = killed_step(host)
     elif first.was_aborted_at_exit:
         hint = _ABORTED_AT_EXIT
     behind = [rank.rank for rank in waited_for(first, facts.of_attempt(first.attempt))]
@@ -400,9 +401,10 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     ended = [f"{ranks_text([rank.rank for rank in same])} ended with exit code {code}" for code, same in codes.items()]
     if not steps and name != "SIGINT" and any(rank.batches for rank in ranks):
         steps = [START_AGAIN]
+    orphaned = orphaned_text(facts)
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The {what} was ended from outside by {name}{why}{seen}.{saving_text(ranks)}{waited}"
+        f"{orphaned or f'The {what} was ended from outside by {name}{why}'}{seen}.{saving_text(ranks)}{waited}"
         + (f" {stood.statement}" if stood else ""),
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,

@@ -9,6 +9,11 @@ _AT_LIMIT = 0.95
 """Of its limit: a cgroup that never used so much was not what lacked memory."""
 
 
+def killed_step(host: str) -> str:
+    """How to find out who sent a SIGKILL."""
+    return f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+
+
 def memory_text(exit_: WorkerExit) -> str:
     """`its memory cgroup was out of memory (limit 1.47 GB, used up to 1.47 GB), and the kernel killed 1 process of it`.
 

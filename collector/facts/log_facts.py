@@ -90,6 +90,8 @@ class LogFacts:
     ends: list[SchedulerEnd] = field(default_factory=list)
     xids: list[LoggedXid] = field(default_factory=list)
     explained: list[tuple[LogLine, ErrorExplanation]] = field(default_factory=list)
+    with_watchdogs: set[str] = field(default_factory=set)
+    """Files in which a watchdog of torch's, or one of its process groups, has reported an error."""
     ranks: set[int] = field(default_factory=set)
     """All that wrote a line."""
     world_size: int = 0
@@ -97,6 +99,7 @@ class LogFacts:
 
     def forget(self, file: str) -> None:
         """What this file has said so far was survived."""
+        self.with_watchdogs.discard(file)
         self.timed_out = [one for one in self.timed_out if one.line.file != file]
         self.progress = [one for one in self.progress if one.line.file != file]
         self.failures = [one for one in self.failures if one.line.file != file]

@@ -26,6 +26,7 @@ _PROGRESS = re.compile(
 )
 _AT_WORK = re.compile(r"(?:at work sequence id|detected by watchdog at work|Timeout at NCCL work): (\d+)")
 _WORLD_SIZE = re.compile(r"\bnranks (\d+)\b|\bWORLD_SIZE=(\d+)\b|\bworld[_ ]size[=: ]+(\d+)", re.IGNORECASE)
+_ALARM = re.compile(r"[Ww]atchdog|\[E[\d :.]* ?ProcessGroup")
 _OLD_RANK = re.compile(r"\[Rank (\d+)\]")
 _TIME = re.compile(r"\[E(\d{3,4}) (\d\d):(\d\d):(\d\d)")
 _SAME_S = 900
@@ -93,6 +94,8 @@ class _LogReader:
 
     def _watchdog(self, line: LogLine) -> None:
         text, facts = line.text, self._facts
+        if _ALARM.search(text) is not None:
+            facts.with_watchdogs.add(line.file)
         rank, group = line.rank, _group_of(text)
         if rank is None and (old := _OLD_RANK.search(text)) is not None:  # torch before 2.2
             rank = int(old[1])

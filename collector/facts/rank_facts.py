@@ -189,6 +189,11 @@ class RankFacts:
         return self.exit.code if self.exit is not None and self.exit.by == "itself" else None
 
     @property
+    def runs_on(self) -> bool:
+        """Whether its process had not ended when its launch was killed."""
+        return self.exit is not None and self.exit.runs_on
+
+    @property
     def was_killed(self) -> bool:
         """Whether a signal ended its process that its launcher did not send."""
         return (self.own_code or 0) < 0

@@ -10,7 +10,7 @@ from ...core.events.alarms import IgnoredAlarm, RangeWarning
 from ...core.events.run_position import RunPosition
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ..report.rank_states import signal_name
+from ..report.rank_states import RUNS_ON, signal_name
 from ..report.sentence_parts import badness, coarse_share_text
 from ..report.verdict import CascadedRank, PlaceFields, RankFields
 from .diagnosis import number_text
@@ -97,9 +97,15 @@ def _progress(rank: RankFacts) -> str:
     ):
         return f"in the preflight, stage {rank.unfinished_stage}"
     if rank.exit is not None:
-        return doing(rank.exit, rank.error.error if rank.error is not None else "")
+        place = doing(rank.exit, rank.error.error if rank.error is not None else "")
+        return f"{RUNS_ON}, {place}" if rank.runs_on else place
     state = rank.state
     return f"{state.phase}, step {state.step}, batch {state.batch}" if state is not None else "nothing known"
+
+
+def end_text(exit_: WorkerExit) -> str:
+    """`ended with -15 (torchrun)`, `running when the launch was killed`"""
+    return RUNS_ON if exit_.runs_on else f"ended with {exit_.code} ({exit_.by})"
 
 
 def first_line(text: str) -> str:

@@ -8,17 +8,22 @@ from ...core.errors import RANK_OVERFLOW
 from ...core.signal_errors import from_outside
 from .model import RankReport
 
+RUNS_ON = "running when the launch was killed"
+
 
 def state_text(rank: RankReport, starter: str) -> str:
     """How a rank ended, or what it was doing when it was last heard. `starter` has started the ranks: `torchrun`.
 
-    `stopped by torchrun`, `ended at its overflow`, `killed (SIGKILL)`, `raised KeyError`, `ended with code 3`, `script`
+    `stopped by torchrun`, `ended at its overflow`, `killed (SIGKILL)`, `raised KeyError`, `ended with code 3`,
+    `script`, `running when the launch was killed`
     """
     code = rank.exit
     if rank.state == "aborted" or (rank.state == "failed" and code == RANK_OVERFLOW and rank.first_anomaly is not None):
         return "ended at its overflow"
     if rank.state == "stopped":
         return f"stopped by {starter}"
+    if rank.state == "running":
+        return RUNS_ON
     if rank.state == "raised":
         error = str(rank.error.get("type", "")) if rank.error is not None else ""
         return f"raised {error}".rstrip()

@@ -113,9 +113,9 @@ def answer_text(report: RunReport, *, width: int = 80, color: bool = False) -> s
 
 
 def verdict_text(verdict: Verdict, *, width: int = 80, color: bool = False) -> str:
-    """A verdict alone: what was found, why, and what to do."""
+    """A verdict of no run of gpuwatch: what was found, why, and what to do."""
     console = TextConsole(width, color=color)
-    print_headline(console, verdict, verdict.how_sure)
+    print_headline(console, verdict, "" if verdict.kind is VerdictKind.UNKNOWN else verdict.how_sure)
     _reasons(console, verdict)
     return console.text()
 
@@ -146,9 +146,9 @@ def _reasons(console: Console, verdict: Verdict) -> None:
 
 
 def print_headline(console: Console, verdict: Verdict, how_sure: str) -> None:
-    """The kind, how sure it is, the statement and the cause."""
-    mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    title = Text(f"VERDICT  {verdict.kind}{mark} {how_sure}", style=f"bold {verdict.kind.tone}")
+    """The kind, how sure it is ("": nothing), the statement and the cause."""
+    mark = ": " if verdict.kind is VerdictKind.UNKNOWN else ", "
+    title = Text(f"VERDICT  {verdict.kind}{mark if how_sure else ''}{how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
     for line in verdict.headlines:
         console.print(WrappedText(Text(line, style="bold")))

@@ -70,7 +70,9 @@ class RestingRanks:
         if looks is None:
             return
         attempt = facts.last_attempt
-        ended = {rank.rank: rank.exit for rank in facts.of_attempt(attempt) if rank.exit is not None}
+        ended = {
+            rank.rank: rank.exit for rank in facts.of_attempt(attempt) if rank.exit is not None and not rank.runs_on
+        }
         moved = any(look.still_s < STILL_S or look.where.attempt != attempt for look in looks)
         found = find_hang(looks, ended, facts.announced_ranks) if self._running and looks and not moved else None
         self.found = (attempt, found) if found is not None and found.ranks else None

@@ -97,7 +97,20 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
     if state is None:
         phase = rank.exit.phase if rank.exit is not None else "starting"
         return RankView(
-            rank.rank, host, phase, -1, -1, -1, "", 0.0, False, 0, exit=rank.code, ended=ended, stopped=stopped
+            rank.rank,
+            host,
+            phase,
+            -1,
+            -1,
+            -1,
+            "",
+            0.0,
+            False,
+            0,
+            exit=rank.code,
+            ended=ended,
+            stopped=stopped,
+            runs_on=rank.runs_on,
         )
     gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
@@ -118,6 +131,7 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         gpu.memory if gpu is not None else -1.0,
         stopped,
         state.loss,
+        rank.runs_on,
     )
 
 
@@ -189,7 +203,7 @@ def _events_by_kind(facts: RunFacts) -> dict[str, int]:
         found["scaler_skip"] += rank.skipped_steps
         found["warned_row"] += rank.warned_rows
         found["fault"] += len(rank.faults)
-        found["exit"] += rank.exit is not None
+        found["exit"] += rank.exit is not None and not rank.runs_on
     found["xid"] = sum(isinstance(event, GpuXid) for node in facts.nodes.values() for event in node.gpu_events)
     return dict(found)
 
@@ -239,6 +253,8 @@ def state_of(rank: RankView, behind: set[int]) -> State:
         return "overflow"
     if rank.rank in behind:
         return "waited for"
+    if rank.runs_on:
+        return "running"
     if rank.ended:
         return "ended" if rank.exit in (0, None) else "failed"
     return "at rest" if rank.still_s >= STILL_S else "running"

@@ -318,6 +318,8 @@ def _ending(rank: RankView) -> str:
     """At most ten letters: `stopped`, `SIGKILL`, `exit 3`; that it ended at its overflow stands beside it."""
     if rank.stopped:
         return "stopped"
+    if rank.runs_on:
+        return "running"
     if not rank.exit or (rank.overflow and rank.exit == RANK_OVERFLOW):
         return "ended"
     return signal_name(-rank.exit) if rank.exit < 0 else f"exit {rank.exit}"

@@ -25,6 +25,7 @@ from ..assemble.timeline import EventTime, event_of, offset_ns, series_of_all
 from ..decide.decide import decide
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import NodeFacts, RunFacts
+from ..facts.words import end_text
 from ..report.verdict import Verdict
 
 _NODE = 0
@@ -233,9 +234,8 @@ def _moments(rank: RankFacts) -> Iterator[TraceSlice]:
     for forecast in rank.forecasts:
         yield _moment(f"forecast: `{forecast.module}` passes its limit", "forecast", forecast.where)
     if (ended := rank.exit) is not None:
-        yield TraceSlice(
-            f"ended with {ended.code} ({ended.by})", "exit", ended.ended_ns or ended.where.time_ns, None, {}
-        )
+        at_ns = ended.ended_ns or ended.alive_ns or ended.where.time_ns
+        yield TraceSlice(end_text(ended), "exit", at_ns, None, {})
 
 
 def _moment(name: str, category: str, where: RunPosition, **args: Any) -> TraceSlice:

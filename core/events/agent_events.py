@@ -9,7 +9,11 @@ from .run_position import RankEvent
 
 
 class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
-    """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
+    """A worker process ended, or nobody watches it any more. A negative code is a signal.
+
+    `by` is `itself` or `torchrun`. Where the launch was killed, it is `unknown` for a process that was gone by then,
+    and `running` for one that was not. Then `code` is None.
+    """
 
     code: int | None
     by: str
@@ -47,6 +51,11 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """And the most bytes that it has used; 0: unknown."""
     resident: int = 0
     """If the rank ended badly: the most bytes that its agent has seen it to have in memory; 0: unknown."""
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether the process had not ended when its launch was killed. It has no end that is known."""
+        return self.by == "running"
 
 
 class RankStall(RankEvent, frozen=True, tag="stalled"):

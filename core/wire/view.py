@@ -57,6 +57,8 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     """Its launcher has ended it, once another rank had failed."""
     loss: float = -1.0
     """As in RankState."""
+    runs_on: bool = False
+    """It had not ended when its launch was killed. Nobody watches it since then: it is among those that `ended`."""
 
 
 class NodeView(msgspec.Struct, frozen=True):

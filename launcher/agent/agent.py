@@ -237,7 +237,7 @@ class NodeAgentLoop:
             self._saw(ExitCode.SCRIPT_FAILED)
 
     def _launch_closed(self, now: float) -> None:
-        """The launch was killed. What torchrun has started ends with it; what a command leaves behind is ended."""
+        """The launch was killed. What torchrun has started may run on; what a command leaves behind is ended."""
         if self._done is None:
             self._launch_gone = True
             adopt_scratch(self._folder)
@@ -248,7 +248,7 @@ class NodeAgentLoop:
                 self._conclude_for_launch(now)
 
     def _conclude_for_launch(self, now: float) -> None:
-        self.ranks.end_those_gone(now)
+        self.ranks.end_without_launch(now)
         self._launch_done(pipe.LaunchDone("failed", int(signal.SIGKILL)), now)
 
     def _tell_signal(self, done: pipe.LaunchDone) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 from msgspec.structs import replace
 
 from ...core.events.agent_events import RankLook, WorkerExit
@@ -100,11 +99,11 @@ class NodeRanks:
         for watch in self.running:
             self._end(watch.rank, watch.attempt, None, "torchrun", now)
 
-    def end_those_gone(self, now: float) -> None:
-        """The launch was killed: nobody knows how those have ended whose process is gone."""
-        for watch in list(self._watches.values()):
-            if not psutil.pid_exists(watch.pid):
-                self._end(watch.rank, watch.attempt, None, "unknown", now)
+    def end_without_launch(self, now: float) -> None:
+        """The launch was killed: the ranks whose process has not ended may run on, how the others ended is unknown."""
+        for watch in self.running:
+            by = "unknown" if self.ends.has_ended((watch.rank, watch.attempt), watch.pid) else "running"
+            self._end(watch.rank, watch.attempt, None, by, now)
 
     def told_before(self, ends: Iterable[tuple[int, int]]) -> None:
         """(attempt, rank) of ends that an agent before this one has reported."""
@@ -128,6 +127,8 @@ class NodeRanks:
             return body
         key = body.event.where.rank, body.event.where.attempt
         alive_ns, ended_ns = self.ends.when_ns(key)
+        if body.event.runs_on:
+            return messages.EventMessage(replace(body.event, alive_ns=time.time_ns()))
         if body.event.ended_ns:  # when a fatal signal came
             alive_ns = ended_ns = body.event.ended_ns
         ended_ns = ended_ns or time.time_ns()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
@@ -82,6 +83,13 @@ class ProcessEnds:
         self.poll()
         return self._ended.get(key, (0, 0))
 
+    def has_ended(self, key: RankKey, pid: int) -> bool:
+        """Whether the rank's process has ended, or SIGKILL has reached it and it ends now."""
+        self.poll()
+        with suppress(OSError):  # it is gone
+            return key in self._ended or is_over(Path(f"/proc/{pid}/status").read_text())
+        return True
+
     def resident(self, key: RankKey) -> int:
         """The most bytes that the rank's process was seen to have in memory; 0 if that is not known."""
         return self._resident.get(key, 0)
@@ -100,6 +108,16 @@ def _pages(statm: int) -> tuple[int, int]:
         size, resident, *_ = os.pread(statm, 128, 0).split()
         return int(size), int(resident)
     return 0, 0
+
+
+_KILLED = 1 << signal.SIGKILL - 1
+
+
+def is_over(status: str) -> bool:
+    """Whether a process has ended but for its parent's look, or SIGKILL has reached it. `status`: /proc/PID/status."""
+    of = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    pending = int(of["SigPnd"], 16) | int(of["ShdPnd"], 16)
+    return of["State"][0] in "ZX" or bool(pending & _KILLED)
 
 
 def _close(watched: _WatchedProcess) -> None:

@@ -1,6 +1,7 @@
 """However a run ends, the report is written and says how."""
 
 import contextlib
+import json
 import re
 import shlex
 import signal
@@ -223,12 +224,18 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     process.wait()
     helpers = [p for p in bench.processes() if p.pid != worker.pid]
     _, alive = psutil.wait_procs(helpers, timeout=300)
+    runs_on = worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     worker.kill()  # the ranks of a killed torchrun live on, too
     process.communicate()
 
     assert alive == []
-    (report,) = (bench.cwd / "gpuwatch-runs").glob("*-*/report.json")
-    assert '"kind": "' in report.read_text()
+    assert runs_on
+    (path,) = (bench.cwd / "gpuwatch-runs").glob("*-*/report.json")
+    report = json.loads(path.read_text())
+    assert report["verdict"]["kind"] == "interrupted"
+    assert f"rank 0 (process id {worker.pid}) was still running then" in report["verdict"]["statement"]
+    assert report["verdict"]["next"][0].endswith(f"kill {worker.pid}")
+    assert [rank["state"] for rank in report["ranks"]] == ["running"]
 
 
 @pytest.mark.slow  # tests/launcher/test_delivery.py kills them under recorders, which is quick

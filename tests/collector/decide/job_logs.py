@@ -329,11 +329,81 @@ LOGS = [
     ),
     JobLog(
         "a kill whose sender is not known",
+        "lost",
+        "supported",
+        [1],
+        "torchrun saw rank 1 end first, by SIGKILL.",
+        {"out": TRAINING + torchrun(1, -9)},
+    ),
+    JobLog(
+        "a kill, and ranks that torchrun then ended or that lost their peer",
+        "lost",
+        "supported",
+        [1],
+        "torchrun saw rank 1 end first, by SIGKILL.",
+        {"out": raised(0, "RuntimeError", GONE) + TRAINING + torchrun(1, -9, (0, 1), (2, -15), (3, -2))},
+    ),
+    JobLog(
+        "a kill, and another node's torchrun that saw a victim first",
+        "lost",
+        "supported",
+        [1],
+        "torchrun saw rank 1 end first, by SIGKILL.",
+        {
+            "n1.log": TRAINING + torchrun(1, -9),
+            "n2.log": raised(8, "RuntimeError", GONE) + torchrun(8, 1, host="n2"),
+        },
+    ),
+    JobLog(
+        "a library's abort that no watchdog explains",
+        "lost",
+        "supported",
+        [2],
+        "torchrun saw rank 2 end first, by SIGABRT.",
+        {"out": TRAINING + torchrun(2, -6, (0, -15))},
+    ),
+    JobLog(
+        "an abort by the watchdog",
+        "hang",
+        "unknown",
+        [],
+        "Rank 0 waited",
+        {"out": timed_out(0, 168) + torchrun(0, -6)},
+    ),
+    JobLog(
+        "two kills in one look of torchrun's",
+        "lost",
+        "unknown",
+        [],
+        "Signals ended ranks 1 and 3, and the log does not show which was first.",
+        {"out": TRAINING + torchrun(1, -9, (3, -9))},
+    ),
+    JobLog(
+        "a signal that torchrun sends to the healthy",
         "unknown",
         "unknown",
         [],
         "do not show why",
-        {"out": TRAINING + torchrun(1, -9)},
+        {"out": TRAINING + torchrun(1, -15, (0, -15))},
+    ),
+    JobLog(
+        "a kill of one node, and another node's torchrun that saw a rank of which nothing is known",
+        "unknown",
+        "unknown",
+        [],
+        "do not show why",
+        {"n1.log": torchrun(1, -9), "n2.log": torchrun(8, 1, host="n2")},
+    ),
+    JobLog(
+        "a kill beside SLURM's count of them",
+        "lost",
+        "supported",
+        [],
+        "The kernel killed a process of the job for lack of host memory",
+        {
+            "out": torchrun(1, -9)
+            + "slurmstepd: error: Detected 1 oom_kill event in StepId=42.0. Some of the step tasks have been OOM Killed.\n"
+        },
     ),
     JobLog(
         "an exit code and nothing else",
@@ -700,6 +770,35 @@ TRAPS: list[tuple[str, dict[str, str], set[int]]] = [
             + KILLED
         },
         {3},
+    ),
+    (
+        "a rank that NCCL's watchdog aborted as its peer was gone",
+        {
+            "out": f"[rank8]:[E1127 03:12:57.1 {PG}:1458] [PG ID 0 PG GUID 0(default_pg) Rank 8] Process group watchdog "
+            "thread terminated with exception: CUDA driver shut down\nterminate called after throwing an instance of "
+            "'c10::Error'\n" + torchrun(8, -6, host="n2")
+        },
+        set(),
+    ),
+    (
+        "a rank that gloo aborted as its peer was gone",
+        {
+            "out": "terminate called after throwing an instance of 'gloo::IoException'\n"
+            f"  what():  {GONE}\n" + torchrun(1, -6)
+        },
+        set(),
+    ),
+    ("an exception, and another rank that was killed", {"out": raised(0, "KeyError", "'labels'") + KILLED}, {0}),
+    (
+        "a timeout whose own line is missing, and a rank that was killed for it",
+        {"out": dumps(2, 0, 167) + KILLED},
+        set(),
+    ),
+    ("an error that may be a cause, and a rank that was killed", {"out": raised(0, "EOFError", "") + KILLED}, set()),
+    (
+        "a task that ended elsewhere, and ranks that were killed",
+        {"out": KILLED + "srun: error: n7: tasks 13,14: Segmentation fault (core dumped)\n"},
+        set(),
     ),
     (
         "a file server that timed out, and its victim",

@@ -64,7 +64,24 @@ def test_nobody_innocent_is_named(name, files, may):
 def test_a_line_of_a_job_that_went_on_is_no_verdict(line, end):
     verdict = verdict_of(JobLog("", "", "", [], "", {"out": TRAINING + line + TRAINING + end}))
     raised_it = verdict.rank == 2 and "KeyError" in verdict.statement
-    assert raised_it or verdict.certainty == "unknown", verdict.statement
+    was_killed = verdict.rank == 3 and verdict.statement == "torchrun saw rank 3 end first, by SIGKILL."
+    assert raised_it or was_killed or verdict.certainty == "unknown", verdict.statement
+
+
+def test_a_kill_that_torchrun_saw_is_told_with_where_to_look_for_its_sender():
+    log = next(log for log in LOGS if log.name == "a kill whose sender is not known")
+    verdict = verdict_of(log)
+
+    assert (verdict.host, verdict.code) == ("n1", "GW106")
+    assert "dmesg -T | grep -i oom (on n1)" in verdict.next[0]
+    assert "oom_kill" in verdict.next[0]
+    assert verdict.evidence[0].endswith("exitcode : -9 (pid: 771)")
+
+
+def test_a_log_that_does_not_say_it_is_headed_by_that_word_alone(tmp_path):
+    (tmp_path / "out").write_text(TRAINING)
+    told = CliRunner().invoke(explain_log, [str(tmp_path / "out")], standalone_mode=False)
+    assert told.output.startswith("VERDICT  unknown [GW108]\n")
 
 
 def test_the_command_reads_files_folders_and_gzip(tmp_path):

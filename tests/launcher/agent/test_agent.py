@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events.agent_events import WorkerExit
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.verdicts import VerdictKind
@@ -183,3 +184,21 @@ def test_a_verdict_that_comes_before_its_ranks_have_ended_is_told_then(agent, mo
     agent.hear_launch(msgspec.json.encode(LaunchDone("failed")), time.monotonic())
     agent._conclude()
     assert order == ["left", final]
+
+
+@pytest.mark.parametrize(("is_over", "by"), [(False, "running"), (True, "unknown")])
+def test_of_a_rank_whose_launch_was_killed_no_end_is_told_that_nobody_saw(agent, process, is_over, by):
+    """Whether its process has ended is known, and no more."""
+    now = time.monotonic()
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
+    if is_over:
+        process.end()
+    agent._launch_closed(now)
+
+    (exit_,) = (
+        body.event
+        for _, _, body in sent(agent)
+        if isinstance(body, EventMessage) and isinstance(body.event, WorkerExit)
+    )
+    assert (exit_.where.rank, exit_.code, exit_.by) == (1, None, by)
+    assert bool(exit_.ended_ns) == is_over

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import os
 import select
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from gpuwatch.launcher.agent.process_ends import ProcessEnds
+from gpuwatch.launcher.agent.process_ends import ProcessEnds, is_over
 
 from ...waiting import until
 
@@ -80,3 +82,32 @@ def test_a_process_that_has_ended_before_has_no_time(ends):
     child.wait()
     ends.watch((0, 0), child.pid)
     assert ends.when_ns((0, 0)) == (0, 0)
+
+
+def test_what_has_ended_and_what_runs_on_is_told_apart(ends):
+    """Also of a process that nobody could watch: one whose parent has not yet seen its end is over, too."""
+    ended, runs = (subprocess.Popen(WAITS, stdin=subprocess.PIPE) for _ in range(2))
+    ends.watch((0, 0), ended.pid)
+    assert not ends.has_ended((0, 0), ended.pid)
+    ended.kill()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+
+    assert ends.has_ended((0, 0), ended.pid)
+    assert ends.has_ended((1, 0), ended.pid), "nobody watched this one, and its parent has not waited for it"
+    assert not ends.has_ended((2, 0), runs.pid)
+    for child in (ended, runs):
+        child.kill()
+        child.wait()
+        child.stdin.close()
+    assert ends.has_ended((2, 0), runs.pid)
+
+
+@pytest.mark.parametrize("pending", ["SigPnd", "ShdPnd"])
+def test_a_process_that_sigkill_has_reached_ends_now(pending):
+    """It may be in a driver for seconds, and is no rank that trains on."""
+    masks = {"SigPnd": 0, "ShdPnd": 0}
+    lines = ["Name:\tpython", "State:\tD (disk sleep)", *(f"{name}:\t{mask:016x}" for name, mask in masks.items())]
+    assert not is_over("\n".join(lines))
+    masks[pending] = 1 << signal.SIGKILL - 1
+    lines = ["Name:\tpython", "State:\tD (disk sleep)", *(f"{name}:\t{mask:016x}" for name, mask in masks.items())]
+    assert is_over("\n".join(lines))
