@@ -131,10 +131,10 @@ def test_without_recursion_c_the_rest_of_the_part_in_c_is_built(sources, tmp_pat
     target = tmp_path / "installed"
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=copy)
     found = (
-        "from gpuwatch.worker.hooks.native_writer import FrameWriter\n"
+        "from gpuwatch.worker.hooks.native_writer import NativeFrameWriter\n"
         "from gpuwatch.worker.hooks.module_calls import call_begins\n"
         "from gpuwatch.launcher.life import without_c\n"
-        "print(FrameWriter.__module__, call_begins(), 'recursion.c' in without_c())"
+        "print(NativeFrameWriter.__module__, call_begins(), 'recursion.c' in without_c())"
     )
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(target)}
     assert run("-c", found, **elsewhere) == "gpuwatch.worker.native.core None True\n"

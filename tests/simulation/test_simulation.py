@@ -33,7 +33,9 @@ def against(seed: int) -> str:
     }
     if len(said) > 1:
         found.append(f"as the messages came, and of the store: {said}")
-    if HARMLESS.issuperset(schedule.injected) and {each[:2] for each in said} != {("clean", "established")}:
+    is_sampled = any("No overflow seen: " in each.statement for each in verdicts)  # batches were skipped
+    clean = ("clean", "supported" if is_sampled else "established")
+    if HARMLESS.issuperset(schedule.injected) and {each[:2] for each in said} != {clean}:
         found.append(f"nothing bad happened, and it is told: {verdicts[0].statement}")
     return f"seed {seed}, {schedule.injected}: {found[0]}" if found else ""
 

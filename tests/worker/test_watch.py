@@ -85,14 +85,16 @@ def test_a_verdict_is_shown_in_one_line(folders):
 
 
 def test_a_handle_is_shown_in_one_line(folders):
-    model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
+    model = nn.Sequential(nn.Linear(4, 4), Multiplies(1.0), nn.Identity())
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         assert repr(handle) == "<watch of Sequential: no batch yet, no inf or nan seen>"
         model(X * 0)
         assert repr(handle) == "<watch of Sequential: last batch 0, no inf or nan seen>"
         model(X * math.inf)
         model(X)
-        assert repr(gpuwatch.watch(model)).startswith("<watch of Sequential: no batch yet")
+        other = gpuwatch.watch(model)
+        assert repr(other).startswith("<watch of Sequential: no batch yet")
+        other.remove()
     bad = len(handle.anomalies)
     words = "1 batch" if bad == 1 else f"{bad} batches"
     assert bad and repr(handle) == f"<watch of Sequential: last batch 2, {words} with inf or nan, removed>"
