@@ -200,10 +200,12 @@ def _replay_steps(file: CaptureFile | None) -> list[str]:
 def _in_order(
     cause: OverflowCause | None, steps: list[str], replay: list[str], explains: list[str], *, went_on: bool
 ) -> list[str]:
-    """The advice of a known cause comes first. Without one, what finds it does: a replay, or where nothing ran again
-    because the training went on, the run with that batch watched."""
+    """The advice of a known cause comes first, with the replay that shows whether it mends. Without one, what finds it
+    does: a replay, or where nothing ran again because the training went on, the run with that batch watched."""
     if cause is not None and cause.next:
-        return [*steps[:1], *replay, *steps[1:], *explains]
+        first, *others = steps
+        together = [f"{first} {replay[0]}"] if replay and "\n" not in first else [first, *replay]
+        return [*together, *others, *explains]
     return [*replay, *explains, *steps] if went_on else [*replay, *steps, *explains]
 
 
