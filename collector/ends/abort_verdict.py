@@ -21,7 +21,7 @@ from ..facts.words import doing, first_line
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import grouped
 from ..report.verdict import Verdict
-from .end_positions import STILL_S, last_look
+from .end_positions import STILL_S, looks_of
 from .hang_finding import position_lines
 from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent
 from .hang_model import HangFinding, awaited_text, position_of, standing_at
@@ -53,7 +53,7 @@ def missed_init_verdict(facts: RunFacts) -> Verdict | None:
     ranks = facts.of_attempt(facts.last_attempt)
     waited = [rank for rank in ranks if rank.error is not None and _INIT in rank.error.traceback]
     others = [rank for rank in ranks if rank not in waited]
-    looks = {rank.rank: look for rank in others if (look := last_look(rank)) is not None and look.stack}
+    looks = {number: look for number, look in looks_of(others).items() if look.stack}
     if (
         len(ranks) < max(2, facts.announced_ranks)
         or not waited
@@ -90,7 +90,7 @@ class _AbortScene:
 
     def __init__(self, aborted: list[RankFacts], others: list[RankFacts]) -> None:
         self._ranks = [*aborted, *others]
-        self._looks = {rank.rank: look for rank in self._ranks if (look := last_look(rank)) is not None}
+        self._looks = looks_of(self._ranks)
         self._positions = {number: position_of(look) for number, look in self._looks.items()}
         self._aborted = sorted(rank.rank for rank in aborted)
         self._faulted = {rank.rank for rank in aborted if rank.was_faulted}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ...core.events.agent_events import RankLook
@@ -39,6 +40,11 @@ def last_look(rank: RankFacts) -> RankLook | None:
     return RankLook(where, 0, exit_.still_s, phase, exit_.module, exit_.cls, state, busy, stack, groups)
 
 
+def looks_of(ranks: Iterable[RankFacts]) -> dict[int, RankLook]:
+    """Rank -> where it stood at its end, of those of which that is known."""
+    return {rank.rank: look for rank in ranks if (look := last_look(rank)) is not None}
+
+
 def calls_of(traceback: str) -> list[StackLine]:
     """The calls in the text of a traceback, the innermost first."""
     found = [
@@ -68,7 +74,7 @@ STILL_S = 10.0
 def stood_still(facts: RunFacts) -> HangFinding | None:
     """What the ranks waited for when a signal ended their job; None if they had moved lately, or it does not show."""
     ranks = facts.of_attempt(facts.last_attempt)
-    looks = [look for rank in ranks if (look := last_look(rank)) is not None and look.stack]
+    looks = [look for look in looks_of(ranks).values() if look.stack]
     asked = {rank.rank for rank in ranks if rank.exit is not None and rank.exit.main}  # a Ctrl-C has moved others
     still_s = min((look.still_s for look in looks if look.where.rank in asked), default=0.0)
     if len(looks) < max(2, len(ranks), facts.announced_ranks) or still_s < STILL_S:

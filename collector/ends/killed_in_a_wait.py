@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ...core.events.agent_events import RankLook
 from ...core.recorder.group_table import members_of
 from ..facts.rank_facts import RankFacts
-from .end_positions import last_look
+from .end_positions import looks_of
 from .hang_model import begun_in, is_pending, position_of, standing_at
 
 WAITED_S = 2.0
@@ -31,7 +31,7 @@ def killed_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
     a GPU's host it may be anywhere while a collective stands still. A memory fault may be the rank's own, too. So the
     rank must have stood for a while, and a peer that it waited for must have got less far.
     """
-    looks = _looks_of(ranks)
+    looks = looks_of(ranks)
     found = []
     for rank in ranks:
         if rank.error is not None or rank.rank not in looks or rank.was_aborted_at_exit:
@@ -40,7 +40,7 @@ def killed_in_a_wait(ranks: list[RankFacts]) -> list[RankFacts]:
             waited = _was_aborted_in_a_wait(rank, looks)
         else:
             stood = rank.was_faulted and rank.script_exit is None and looks[rank.rank].still_s >= WAITED_S
-            waited = stood and not _in_own_thread(rank) and bool(waited_for(rank, ranks))
+            waited = stood and not _in_own_thread(rank) and bool(_waited_for(rank, ranks, looks))
         found += [rank] if waited else []
     return found
 
@@ -64,7 +64,10 @@ def waited_for(rank: RankFacts, ranks: list[RankFacts]) -> list[RankFacts]:
 
     [] if it did not wait and its script had not ended, or if the kernel says that it ended the rank for its memory.
     """
-    looks = _looks_of(ranks)
+    return _waited_for(rank, ranks, looks_of(ranks))
+
+
+def _waited_for(rank: RankFacts, ranks: list[RankFacts], looks: Mapping[int, RankLook]) -> list[RankFacts]:
     look, exit_ = looks.get(rank.rank), rank.exit
     if look is None or exit_ is None or not rank.was_killed or rank.error is not None or exit_.memory_kills:
         return []
@@ -101,7 +104,3 @@ def may_be_behind(one: RankLook, other: RankLook) -> bool:
         return one.phase != other.phase and other.phase in (*_PHASES, _SCRIPT, "finished")
     mine, theirs = _PHASES.get(one.phase), _PHASES.get(other.phase)
     return mine is not None and theirs is not None and mine < theirs
-
-
-def _looks_of(ranks: list[RankFacts]) -> dict[int, RankLook]:
-    return {rank.rank: look for rank in ranks if (look := last_look(rank)) is not None}

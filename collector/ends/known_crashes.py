@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import PurePath
+from msgspec.structs import replace
 
 from ...core.known_errors import explain
 from ...core.recorder.stalls import is_users
-
-_CALL = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-"""A call of a traceback, as Python prints it."""
+from .end_positions import calls_of
 
 
 def known_steps(message: str) -> list[str]:
@@ -24,6 +21,5 @@ def known_lines(message: str) -> list[str]:
 
 def raised_at(traceback: str) -> str:
     """` at train.py:84 in main`: the innermost call of the script's own code in a traceback; "" if there is none."""
-    calls = _CALL.findall(traceback)
-    own = [f"{PurePath(path).name}:{line} in {name}" for path, line, name in calls if is_users(f"{path} in {name}")]
-    return f" at {own[-1]}" if own else ""
+    own = next((call for call in calls_of(traceback) if is_users(call.shown)), None)
+    return f" at {replace(own, text='').short}" if own is not None else ""

@@ -136,8 +136,7 @@ class KeptPage:
     """One page of one rank."""
 
     __slots__ = (
-        *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_losses_alone", "_named", "_names", "_root"),
-        "_suspicious",
+        *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_named", "_names", "_root", "_suspicious"),
         *("attempt", "batch", "cleared_at", "complete", "num_frames", "num_rows", "number", "rank", "step"),
     )
 
@@ -151,7 +150,6 @@ class KeptPage:
         bad = self._suspicious[1]  # nobody asks for the names of another one
         self._named = (names.place, tables.are_named(names.names)) if bad else (-1, False)
         self._root, self._first, self._last_phase = message.root, tables.first_fields, tables.last_phase
-        self._losses_alone = tables.has_losses_alone
         self._load, self._names, self._cache, self._key = load, names, cache, next(cache.keys)
         cache.get("tables", self._key, lambda: tables)
         self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
@@ -171,7 +169,7 @@ class KeptPage:
     @property
     def shows_modules(self) -> bool:
         """Whether it has more than losses, or is of a training without modules: nothing else can be in that."""
-        return not self._losses_alone or (self.num_frames > 0 and self.root == LOSS_CLASS)
+        return self.num_frames > 0 and (not self._tables.has_losses_alone or self.root == LOSS_CLASS)
 
     @property
     def has_gradients(self) -> bool:

@@ -17,7 +17,6 @@ from ...core.errors import Code, coded
 from ...core.events.own_limits import WatchChoice, choice_text
 from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
-from ...core.settings import as_keywords
 from ...core.text import joined
 from ..compile.region_parts import is_a_backward
 from ..device.device import without_modes
@@ -117,8 +116,7 @@ class BatchSkipping:
         given = joined([f"`{pattern}`" for pattern in patterns])
         text = f"no module that was called matches {given} (--modules): none is watched"
         text += f"; modules of {root.cls} are {', '.join(names)}" if names else ""
-        launched = bool(progress.settings.recorder_dir)
-        say(coded(text if launched else as_keywords(text), Code.NOTHING_SELECTED))
+        say(coded(progress.in_users_words(text), Code.NOTHING_SELECTED))
 
     def _keep_pace(self, root: RootInfo, batch: int) -> None:
         """A batch of a root begins, with `--every auto`."""

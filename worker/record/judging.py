@@ -26,7 +26,6 @@ from ...core.recorder.layout import HeadField, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
-from ...core.settings import as_keywords
 from ...core.signal_errors import from_outside
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
@@ -423,7 +422,7 @@ class AlarmRecorder:
                 return
             launched = bool(self._progress.settings.recorder_dir)
             text = f"gpuwatch: {found}; {_LAUNCHED if launched else _ALONE} {_GO_ON}"
-            raise OverflowDetected(text if launched else as_keywords(text))
+            raise OverflowDetected(self._progress.in_users_words(text))
 
     def _out_of_line(self, what: str, page: OpenPage, frame: Frame, row: Row) -> None:
         place = f"{shown_name(row.role)} of {module_text(frame.module, frame.cls)}"

@@ -22,7 +22,7 @@ from ...core.guest.tell import say
 from ...core.identity import is_from_peer_failure
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
-from ...core.settings import WorkerSettings
+from ...core.settings import WorkerSettings, as_keywords
 from ...core.signal_errors import from_outside
 from ..patches import PatchLedger
 from .collectives import issued, position
@@ -312,6 +312,10 @@ class RunProgress:
         """The place in the run of a frame, which may be some batches old."""
         root = self.recorder.names.root_label(page.root)
         return position(frame.seq, self.rank, self.settings.attempt, page.step, page.batch, root, page.number)
+
+    def in_users_words(self, text: str) -> str:
+        """Advice with options as this user writes them: of a launch as they are, of `gpuwatch.watch` as keywords."""
+        return text if self.settings.recorder_dir else as_keywords(text)
 
     def alert(self, where: RunPosition, why: str) -> None:
         """A value is out of line at `where`: with `--every auto` the next steps are watched whole."""
