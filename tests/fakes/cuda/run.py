@@ -65,6 +65,7 @@ def run(options: argparse.Namespace, python: Path, environment: dict[str, str]) 
     tests = options.pytest or [*(SAMPLE if options.sample else TESTS)]
     left_out = " or ".join(name.rpartition("::")[2] for name in NOT_ANSWERED)
     how = ["tests/once_more.py", "run"] if options.once_more else ["-m", "pytest"]
+    environment = {**environment, "PYTHONMALLOC": "debug"}  # what writes beyond its memory fails where it does so
     command = [python, *how, "-q", "-m", "(gpu or stand_in) and not soak", "-k", f"not ({left_out})"]
     command += ["-W", "ignore:Warning only once for all operators"]  # torch 2.11, of kernels that are replaced
     command += ["-W", "ignore:Synchronization debug mode", "--numprocesses", str(options.jobs), "--dist", "loadfile"]

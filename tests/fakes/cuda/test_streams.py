@@ -101,7 +101,7 @@ def test_two_devices_have_their_own_streams_and_memory():
     assert (one + 1).tolist() == [2, 2, 2]
     assert not torch.cuda.current_stream(1).query()
     assert (other.to("cuda:0") + one).tolist() == [3, 3, 3]
-    attributes = (ctypes.c_char * 64)()
+    attributes = (ctypes.c_char * 256)()  # struct cudaPointerAttributes has 88 bytes in CUDA 13, and 24 in CUDA 12
     assert library().cudaPointerGetAttributes(attributes, ctypes.c_void_p(other.data_ptr())) == 0
     assert int.from_bytes(attributes[4:8], "little") == 1
 
