@@ -205,6 +205,8 @@ class RankRegions:
     _fault: Callable[[str, Exception], None]
     _unseen: Callable[[], None] | None = None
     """Called when a graph is recorded whose gradients this torch does not let us see."""
+    _first: Callable[[], None] | None = None
+    """Called when a graph is recorded while there is none."""
 
     def __post_init__(self) -> None:
         self._by_compile: dict[Any, Region | None] = {}
@@ -281,6 +283,8 @@ class RankRegions:
                 self._unseen()
             self._owner = None
             self._by_compile[compile_id] = region
+            if not self.regions and self._first is not None:
+                self._first()
             self.regions.append(region)
         region.traced_in(current_output())
         region.entered(self._policy.resolve(module, region.stack[-1] if region.stack else region.root), module)

@@ -99,6 +99,7 @@ class ModuleCalls:
         self._judging, self._masks = parts.judging, parts.judging.masks
         self._recorder, self._fields = self._progress.recorder, self._progress.fields
         self._lock, self._fault = self._progress.lock, self._progress.faults.record
+        self._kept = self._progress.kept
         settings = self._progress.settings
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
@@ -129,7 +130,8 @@ class ModuleCalls:
         call_begins()
         try:
             # then, at once: what a signal's handler has raised must not wait for our own work
-            self._progress.raise_kept()
+            if self._kept:
+                self._progress.raise_kept()
             # a skipped root is not on the stack: all calls within it end here
             if self._skipping.root is not None and self._skipping.holds(module):
                 if self._around_graphs and class_of(module) in self._around_graphs:

@@ -161,13 +161,13 @@ class OptimizerHooks:
         written: list[tuple[OpenPage, int]] = []
         self._loose = []
         self._grouped = by_module(self._roots, optimizer, self._loose)
+        writer = None if reduced or self._guard or given is not None else self._gradients.writer
         # one launch on a device for all of them
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
-                self._rows.count_in(page.batch)
-                may_skip = given is None and not reduced and not self._guard and self._gradients.writer is not None
-                if may_skip and self._gradients.writer.all_local(parameters):
+                if writer is not None and writer.all_local(parameters):
                     continue
+                self._rows.count_in(page.batch)
                 rows: list[RecordedRow] = []
                 for name, parameter in parameters:
                     gradient = parameter.grad if given is None else given.get(id(parameter))

@@ -220,6 +220,8 @@ def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> M
     found: ModuleParameters = {}
     searched = False
     owners = roots.parameters
+    last: ModuleInfo | None = None
+    held: list[tuple[str, torch.Tensor]] = []
     parameter: torch.Tensor
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -235,12 +237,11 @@ def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> M
                     if loose is not None:
                         loose.append((number, position, parameter))
                     continue
-            info = owner[1]
-            if info.watched:
-                held = found.get(info)
-                if held is None:
-                    held = found[info] = []
-                held.append((owner[2], parameter))
+            _, info, name = owner
+            if info is not last:
+                last = info
+                held = found.setdefault(info, []) if info.watched else []
+            held.append((name, parameter))
     return found
 
 

@@ -249,13 +249,14 @@ class RunProgress:
         self._alerts = 0
         self._forecasts = 0
         """Of the agent's, those that are known."""
-        self._kept: list[BaseException] = []
+        self.kept: list[BaseException] = []
+        """What signals' handlers have raised, for the next hook to raise: the same list all the time."""
         self._unseen: set[str] = set()
         self._meshes: list[dict[str, int]] = []
 
     def keep(self, error: BaseException) -> None:
         """Have the next hook raise what a signal's handler has raised, where torch would silence it."""
-        self._kept.append(error)
+        self.kept.append(error)
 
     def raise_kept(self) -> None:
         """Raise it. If there are several, each is raised while the one before is.
@@ -263,10 +264,10 @@ class RunProgress:
         So does Python if a handler raises again before anybody has handled what it raised first: the script gets the
         last one, and the others are in its `__context__`.
         """
-        if self._kept:
+        if self.kept:
             # taken out before it is raised: raised twice, it would end what the script does to handle it
-            error = self._kept[0]
-            del self._kept[0]
+            error = self.kept[0]
+            del self.kept[0]
             try:
                 raise error
             finally:
