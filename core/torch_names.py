@@ -98,6 +98,7 @@ NAMES = (
     TorchName("torch._C", "_get_tracing_state", TRACING),
     TorchName("torch._C._functorch", "is_functorch_wrapped_tensor", FUNCTORCH),
     TorchName("torch._C._functorch", "get_unwrapped", FUNCTORCH),
+    TorchName("torch._C", "_are_functorch_transforms_active", FUNCTORCH),
     TorchName("torch._C", "_DisableFuncTorch", FUNCTORCH),
     TorchName("torch._C", "_has_storage", FUNCTORCH),
     TorchName("torch", "_is_functional_tensor", FUNCTORCH),
@@ -186,7 +187,6 @@ NAMES = (
     TorchName("torch.distributed.launcher.api", "LocalElasticAgent._shutdown", LAUNCH),
     TorchName("torch.distributed.elastic.rendezvous.utils", "_matches_machine_hostname", LAUNCH),
     # -- compiled code --
-    TorchName("torch._C._functorch", "peek_interpreter_stack", COMPILED),
     TorchName("torch._guards", "CompileContext", COMPILED),
     TorchName("torch._dynamo", "assume_constant_result", COMPILED),
     TorchName("torch._dynamo", "mark_static_address", COMPILED),

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 from torch._dynamo import mark_static_address
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -167,7 +166,7 @@ def is_closed() -> bool:
     Such a function is one of `torch.func` (vmap has no rule for a write) or a higher-order operator (`torch.cond`).
     The body of an activation checkpoint is not closed: dynamo allows writes in it.
     """
-    if peek_interpreter_stack() is not None:
+    if devices.has_transforms():
         return True
     tracer = _tracer()
     while tracer is not None and tracer.parent is not None:

@@ -44,7 +44,7 @@ from ...core.roles import RoleKind
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
-from ..device.device import may_have_devices, transforms, without_modes
+from ..device.device import has_transforms, may_have_devices, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
@@ -443,7 +443,7 @@ def _refusal(call: KeptCall, run: nn.Module) -> str:
 
 def _refusal_by_modes() -> str:
     """Why nothing may run again under the modes of the script, as a clause; "" if it may."""
-    if transforms() is not None:
+    if has_transforms():
         return "a transform of torch.func was on, such as vmap"
     if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
         return "the script has a mode of torch on"
