@@ -40,7 +40,7 @@ import torch
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..record.collectives import issued
-from ..record.rows import RecordedRow
+from ..record.recorded_row import RecordedRow
 from ..record.tensor_stats import local_part, unwrapped, version_of
 
 
