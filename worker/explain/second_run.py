@@ -49,8 +49,8 @@ from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import ends_by_another_watch
 from ..record.names import inputs_of, unwrap, walk
+from ..record.raised_overflow import ends_by_another_watch
 from ..record.roots import ModuleInfo
 from ..record.tensor_stats import version_of
 from .capture import ForwardCapture

@@ -106,14 +106,15 @@ class RowWriter(NamedRows):
         self._late = late_device()
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
-        unmeasured = UnmeasuredRows(self._recorder, self._where)
-        self._note_unmeasured, self.look_at_unfinished = unmeasured.note, unmeasured.look_at_unfinished
+        self._unmeasured = UnmeasuredRows(self._recorder, self._where)
+        self._note_unmeasured, self.look_at_unfinished = self._unmeasured.note, self._unmeasured.look_at_unfinished
         self._first_after = 0
         """The first value of the page that was read after the last collective."""
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
-        self.look_at_unfinished()
+        if self._unmeasured.unfinished:
+            self.look_at_unfinished()
         # addresses and ids are used again in the next batch
         self.seen.clear()
         self.by_memory.clear()

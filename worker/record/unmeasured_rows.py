@@ -28,7 +28,7 @@ class UnmeasuredRows:
     def __init__(self, recorder: RecorderWriter, where: Callable[[], RunPosition]) -> None:
         self._recorder, self._where = recorder, where
         self._is_told = False
-        self._unfinished: list[tuple[weakref.ref[Any], int]] = []
+        self.unfinished: list[tuple[weakref.ref[Any], int]] = []
         """(tensor, slot of its row) of results of collectives that were not there: see `is_unfinished`."""
         self._gathered: dict[int, bool] = {}
         """By slot of a weight that cannot be read: see `_is_gathered`."""
@@ -42,8 +42,8 @@ class UnmeasuredRows:
         """
         if self._is_told or mark & _IGNORED:
             return
-        if is_unfinished(tensor) and len(self._unfinished) < _MOST_UNFINISHED:
-            self._unfinished.append((weakref.ref(tensor), slot))
+        if is_unfinished(tensor) and len(self.unfinished) < _MOST_UNFINISHED:
+            self.unfinished.append((weakref.ref(tensor), slot))
             return
         names = self._recorder.names
         role = names.slots[slot].role
@@ -64,7 +64,7 @@ class UnmeasuredRows:
         A result that is gone was used by something that has waited for it, and whose rows show it. So is one on a
         device for which the script has waited. One that is bad, or that nobody has waited for, counts as not measured.
         """
-        unfinished, self._unfinished = self._unfinished, []
+        unfinished, self.unfinished = self.unfinished, []
         for ref, slot in unfinished:
             tensor = ref()
             if tensor is not None and (
