@@ -17,11 +17,11 @@ from ...core.signal_errors import from_outside
 from ..record.notable import NotableFilter
 from .captured_rows import CapturedRows
 from .device import CLOSE_S, StatsDevice, StreamKey, has_ended, without_modes
+from .kernel_variants import kernel_text
 from .passed_readings import PassedReadings
 from .reader_choice import ReaderChoice
 from .stream_buffer import FileCopies, StreamBuffer, remember
 from .torch_reader import PackedRows, TensorReader, TorchReader, fresh_rows
-from .triton_reader import kernel_text
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MOST_HELD = 16 << 20

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
+from gpuwatch.worker.device.kernel_variants import constants_of
 from gpuwatch.worker.device.torch_reader import (
     KINDS,
     LARGEST,
@@ -34,7 +35,7 @@ from gpuwatch.worker.device.torch_reader import (
     graph_source,
     source_of,
 )
-from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader, _constants
+from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader
 from gpuwatch.worker.record.tensor_stats import LOW_PRECISION, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -540,7 +541,7 @@ def test_it_compiles_for_a_gpu(dtype, layout, how, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if layout and dtype not in (torch.float16, torch.int64):
         return
-    kind, _, constants = _constants(dtype, True, layout)
+    kind, _, constants = constants_of(dtype, True, layout)
     names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     tensor_type = names.get(kind.read_as) or str(kind.read_as).removeprefix("torch.").replace("uint", "u").replace(
         "int", "i"

@@ -15,8 +15,8 @@ from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.device import kernel_variants, triton_reader
 from gpuwatch.worker.device import torch_reader as device_reader
-from gpuwatch.worker.device import triton_reader
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.torch_reader import (
     ENTRY,
@@ -232,7 +232,7 @@ def test_the_same_launches_for_the_same_entries(found: list[tuple[int, ...]], mo
         return shares.setdefault(variant, share + len(shares))
 
     native = triton_reader._native_tables(packed, share_of, most, 256)
-    assert native == triton_reader.tables(packed, share_of, most, 256)
+    assert native == kernel_variants.tables(packed, share_of, most, 256)
     assert sum(len(table) for _, _, table in native[1]) == len(packed)
 
 
@@ -247,7 +247,7 @@ def test_every_value_of_a_segment_may_be_a_variant_of_its_own() -> None:
     codes = range(1, VALUES_PER_SEGMENT + 2)
     packed = [ENTRY.pack(code, 0, code, 16, 5, 5, 0, 0) for code in codes]
     most = b"".join(packed[:-1])
-    assert triton_reader._native_tables(most, lambda variant: 64, 3, 256) == triton_reader.tables(
+    assert triton_reader._native_tables(most, lambda variant: 64, 3, 256) == kernel_variants.tables(
         most, lambda _: 64, 3, 256
     )
     with pytest.raises(ValueError, match="too many variants"):

@@ -9,7 +9,7 @@
 /* readings(exchange, types, waiting, at, tensors, earlier, device type, device id), for Python. */
 PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
-/* tables(entries, share_of, most, rows), for Python: worker/device/triton_reader.py. */
+/* tables(entries, share_of, most, rows), for Python: worker/device/kernel_variants.py. */
 PyObject *tables(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
 #endif
