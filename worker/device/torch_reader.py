@@ -43,7 +43,7 @@ _CHUNK = 1 << 22
 
 
 class KernelDtype(NamedTuple):
-    """How the kernel reads a dtype: its number in kernel.py, the dtype it loads, and the shape of a block."""
+    """How the kernel reads a dtype: its number in kernel_elements.py, the dtype it loads, and the shape of a block."""
 
     code: int
     read_as: torch.dtype
