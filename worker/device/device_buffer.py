@@ -31,19 +31,12 @@ from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .captured_rows import GraphReads
 from .device import DLPACK_TYPES, StatsDevice, device_for, without_modes
+from .grouped_readings import KnownWeight, WaitingTensors
 from .queued_rows import QueuedRows
 from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import StreamBuffer, first_line
-from .torch_reader import (
-    FROM_GRAPH,
-    KnownWeight,
-    TensorReader,
-    TensorSource,
-    WaitingTensors,
-    dense,
-    graph_source,
-    source_of,
-)
+from .tensor_source import TensorSource, dense, source_of
+from .torch_reader import FROM_GRAPH, TensorReader, graph_source
 
 
 class DeviceStatsBuffer(QueuedRows):

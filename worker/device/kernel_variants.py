@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..record.tensor_stats import LOW_PRECISION
-from .torch_reader import DTYPES, ENTRY, KINDS, KernelDtype, TensorSource
+from .grouped_readings import ENTRY
+from .tensor_source import DTYPES, KINDS, KernelDtype, TensorSource
 
 INT32 = 1 << 31
 BLOCKS = 8

@@ -25,7 +25,7 @@ from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
-from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
+from .grouped_readings import Earlier, GroupedReadings, PackedRows, WaitingTensors
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MOST_COMPARED = 8

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from .device import without_modes
+from .grouped_readings import ENTRY, GroupedReadings, WaitingTensors
 from .kernel_launcher import KernelLauncher, KernelTrial, TrialWay, launch
 from .kernel_variants import BLOCKS, INT32, constants_of, key_of, key_of_two, layout_of, parts_of, share_of, tables
 from .known_numbers import FIRST_ROW, FoundExpected, known_numbers, rows_kept, rows_packed, rows_read
 from .reader_check import ReaderChecks, Run
-from .torch_reader import ENTRY, GroupedReadings, TensorSource, TorchReader, WaitingTensors, dense
+from .tensor_source import TensorSource, dense
+from .torch_reader import TorchReader
 
 try:
     from ..native.core import launch_reads

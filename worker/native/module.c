@@ -134,7 +134,7 @@ static PyMethodDef methods[] = {
      "of its encoding on. Raises TypeError and BufferError."},
     {"readings", METHOD(readings), METH_FASTCALL,
      "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
-     "The entries of GroupedReadings (worker/device/torch_reader.py) for the\n"
+     "The entries of GroupedReadings (worker/device/grouped_readings.py) for the\n"
      "WaitingTensors from `at` on, up to the first whose entries\n"
      "Python must make: `next`. Tensors and earlier numbers are appended to the lists. Raises TypeError and ValueError."},
     {"tables", METHOD(tables), METH_FASTCALL,

@@ -16,7 +16,8 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, NonFinite, Value, ValueEncoding, headroom
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.device.stream_buffer import runs
-from gpuwatch.worker.device.torch_reader import KINDS, TorchReader
+from gpuwatch.worker.device.tensor_source import KINDS
+from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.record.notable import NotableFilter
 from gpuwatch.worker.record.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -20,21 +20,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
+from gpuwatch.worker.device.grouped_readings import GroupedReadings, KnownWeight, PackedRows, WaitingTensors
 from gpuwatch.worker.device.kernel_variants import constants_of
-from gpuwatch.worker.device.torch_reader import (
-    KINDS,
-    LARGEST,
-    GroupedReadings,
-    KnownWeight,
-    PackedRows,
-    TorchReader,
-    WaitingTensors,
-    _runs,
-    fresh_rows,
-    graph_numbers,
-    graph_source,
-    source_of,
-)
+from gpuwatch.worker.device.tensor_source import KINDS, _runs, source_of
+from gpuwatch.worker.device.torch_reader import LARGEST, TorchReader, fresh_rows, graph_numbers, graph_source
 from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader
 from gpuwatch.worker.record.tensor_stats import LOW_PRECISION, measure
 from hypothesis import given, settings

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpuwatch.worker.device.grouped_readings import GroupedReadings, WaitingTensors
 from gpuwatch.worker.device.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
 from gpuwatch.worker.device.kernel_variants import constants_of, layout_of, read_key
-from gpuwatch.worker.device.torch_reader import KINDS, GroupedReadings, WaitingTensors, fresh_rows, source_of
+from gpuwatch.worker.device.tensor_source import KINDS, source_of
+from gpuwatch.worker.device.torch_reader import fresh_rows
 from gpuwatch.worker.device.triton_reader import TritonReader, launch_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-/* The tensors that a launch on a device reads: worker/device/torch_reader.py. */
+/* The tensors that a launch on a device reads: worker/device/grouped_readings.py. */
 
 #ifndef GPUWATCH_READINGS_H
 #define GPUWATCH_READINGS_H
