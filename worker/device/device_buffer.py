@@ -3,7 +3,7 @@
 Each tensor is read into a row on its device (torch_reader.py), on the stream that is current when its hook runs.
 Tensors that nothing can change meanwhile are read together, in one launch: see `together` and `frame`. A flush, and
 the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of rows into its
-file (queued_rows.py, stream_buffer.py). `collect()` handles the numbers that have arrived, and never waits.
+file (queued_rows.py, file_copies.py). `collect()` handles the numbers that have arrived, and never waits.
 
 Like the recorder, it must be called by one thread at a time.
 
@@ -31,10 +31,11 @@ from ..record.notable import NotableFilter
 from ..record.tensor_stats import version_of
 from .captured_rows import GraphReads
 from .device import DLPACK_TYPES, StatsDevice, device_for, without_modes
+from .file_copies import first_line
 from .grouped_readings import KnownWeight, WaitingTensors
 from .queued_rows import QueuedRows
 from .stream_buffer import DeviceRow as DeviceRow
-from .stream_buffer import StreamBuffer, first_line
+from .stream_buffer import StreamBuffer
 from .tensor_source import TensorSource, dense, source_of
 from .torch_reader import FROM_GRAPH, TensorReader, graph_source
 

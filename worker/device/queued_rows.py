@@ -17,11 +17,12 @@ from ...core.signal_errors import from_outside
 from ..record.notable import NotableFilter
 from .captured_rows import CapturedRows
 from .device import CLOSE_S, StatsDevice, StreamKey, has_ended, without_modes
+from .file_copies import FileCopies
 from .grouped_readings import PackedRows
 from .kernel_variants import kernel_text
 from .passed_readings import PassedReadings
 from .reader_choice import ReaderChoice
-from .stream_buffer import FileCopies, StreamBuffer, remember
+from .stream_buffer import StreamBuffer, remember
 from .torch_reader import TensorReader, TorchReader, fresh_rows
 
 _CAPACITY = layout.VALUES_PER_SEGMENT

@@ -6,9 +6,9 @@ from typing import Any
 
 from ...core.signal_errors import from_outside
 from .device import StatsDevice
+from .file_copies import first_line
 from .kernel_launcher import KernelLauncher
 from .reader_check import ReaderChecks
-from .stream_buffer import first_line
 from .torch_reader import TensorReader, TorchReader
 from .triton_reader import TritonReader
 
