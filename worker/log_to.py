@@ -23,7 +23,7 @@ from ..core.values import DTYPE_NAMES, headroom
 from ..core.wire.columns import OutputSlots
 from .module_hooks import ModuleHooks
 from .record.raised_overflow import clause_of
-from .watch import watching_hooks
+from .watched_models import watching_hooks
 
 Values = dict[str, float | str]
 _OVERFLOW = "gpuwatch/overflow"
