@@ -125,7 +125,7 @@ FLOORS = {
         "compile",
         "record",
         "device",
-        "record/notable.py record/tensor_stats.py record/host_reduce.py",
+        "record/notable.py record/tensor_stats.py record/plain_tensor.py record/float_formats.py record/host_reduce.py",
         "native patches.py answers.py signal_notes.py folded_errors.py explain/reproduce.py",
     ],
     "launcher": [

@@ -28,7 +28,7 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside
 from ...core.values import PENDING
 from ..record.notable import NotableFilter
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from .captured_rows import GraphReads
 from .device import DLPACK_TYPES, StatsDevice, device_for, without_modes
 from .file_copies import first_line

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.signal_errors import from_outside
-from ..record.tensor_stats import CODES, LOW_PRECISION, version_of
+from ..record.float_formats import CODES, LOW_PRECISION
+from ..record.plain_tensor import version_of
 from .device import DLPACK_TYPES
 from .tensor_source import TensorSource, source_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..record.tensor_stats import LOW_PRECISION
+from ..record.float_formats import LOW_PRECISION
 from .grouped_readings import ENTRY
 from .tensor_source import DTYPES, KINDS, KernelDtype, TensorSource
 

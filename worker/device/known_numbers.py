@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.values import NonFinite
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from .device import without_modes
 from .grouped_readings import Earlier, GroupedReadings, KnownWeight, PackedRows, WaitingTensors
 from .tensor_source import KINDS, TensorSource, dense

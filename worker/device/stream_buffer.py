@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from .device import StreamKey
 from .grouped_readings import Earlier, GroupedReadings, PackedRows, WaitingTensors
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..record.tensor_stats import CODES, has_memory, is_unfinished, sole_inner, to_plain, unwrapped
+from ..record.float_formats import CODES
+from ..record.plain_tensor import has_memory, is_unfinished, sole_inner, to_plain, unwrapped
 
 
 class KernelDtype(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
-from ..record.tensor_stats import FLOATS, LOW_PRECISION
+from ..record.float_formats import FLOATS, LOW_PRECISION
 from .device import without_modes
 from .grouped_readings import ENTRY, GroupedReadings
 from .tensor_source import TensorSource, dense

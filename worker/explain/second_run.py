@@ -36,9 +36,9 @@ from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import inputs_of, unwrap
+from ..record.plain_tensor import version_of
 from ..record.raised_overflow import ends_by_another_watch
 from ..record.roots import ModuleInfo
-from ..record.tensor_stats import version_of
 from .call_rerun import NOT_DISPATCHED, CallRerun
 from .code_place import call_site
 from .explained_batch import ExplainedBatch

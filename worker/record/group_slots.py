@@ -21,9 +21,9 @@ from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
+from .float_formats import CODES
 from .group_messages import MOST_PENDING, NO_MESSAGE, GroupMessages, GroupSlot, PeerCounts
 from .group_timeouts import timeout_ms
-from .tensor_stats import CODES
 
 _modules = sys.modules
 _now = time.monotonic_ns

@@ -11,7 +11,7 @@ from ...core.frames import RowMark
 from ...core.recorder.writer import RowTuple
 from ...core.values import PENDING, NonFinite
 from ..device.device import is_on_device
-from .tensor_stats import is_foreign, unwrapped
+from .plain_tensor import is_foreign, unwrapped
 
 _NEGINF, _CLOSED = int(NonFinite.NEGINF), int(RowMark.CLOSED)
 

@@ -18,23 +18,13 @@ from ..device.captured_rows import CAPTURED
 from ..device.device import is_on_device, late_device
 from ..device.device_buffer import DeviceRow
 from ..device.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
+from .float_formats import CODES, FloatFormat
 from .named_rows import NamedRows
 from .names import inputs_of
+from .plain_tensor import has_numbers, is_unfinished, version_of
 from .recorded_row import RecordedRow
 from .roots import ModuleInfo, is_released
-from .tensor_stats import (
-    CODES,
-    FloatFormat,
-    TensorReading,
-    TensorStats,
-    has_numbers,
-    in_memory,
-    is_unfinished,
-    measure,
-    place_of,
-    stats_in_memory,
-    version_of,
-)
+from .tensor_stats import TensorReading, TensorStats, in_memory, measure, place_of, stats_in_memory
 from .unmeasured_rows import UnmeasuredRows
 
 _FEW = 256

@@ -14,8 +14,9 @@ from ...core.frames import RowMark
 from ...core.recorder.writer import RecorderWriter
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ..device.device import is_on_device
+from .plain_tensor import has_numbers, hides_floats, is_unfinished
 from .roots import ModuleInfo, shards_of
-from .tensor_stats import has_numbers, hides_floats, is_unfinished, measure
+from .tensor_stats import measure
 
 _MOST_UNFINISHED = 64
 """Results of collectives in one batch that are looked at again."""

@@ -25,7 +25,8 @@ from gpuwatch.worker.device.kernel_variants import constants_of
 from gpuwatch.worker.device.tensor_source import KINDS, _runs, source_of
 from gpuwatch.worker.device.torch_reader import LARGEST, TorchReader, fresh_rows, graph_numbers, graph_source
 from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader
-from gpuwatch.worker.record.tensor_stats import LOW_PRECISION, measure
+from gpuwatch.worker.record.float_formats import LOW_PRECISION
+from gpuwatch.worker.record.tensor_stats import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
