@@ -26,8 +26,8 @@ from ..device.device import late_device
 from ..device.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..device.grouped_readings import WaitingTensors
 from ..record.collectives import count_issued, issued
-from ..record.group_slots import GroupCall
 from ..record.names import KWARGS, leaves_of
+from ..record.operation_place import GroupCall
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..record.tensor_stats import TensorStats
