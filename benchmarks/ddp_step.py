@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
-from gpuwatch.worker.record.group_slots import GroupTable
+from gpuwatch.worker.record.group_operations import GroupTable
 from torch import multiprocessing, nn
 from turns import in_turns, interval
 

@@ -46,7 +46,7 @@ def main() -> int:
         _refuse(CannotBind(error.errno == zmq.EADDRINUSE, str(error), may_pass=error.errno in _SHORT))
         return int(ExitCode.USAGE)
     try:
-        server.serve_metrics(config.metrics)
+        server.viewers.serve_metrics(config.metrics)
     except UsageError as error:
         if not config.resume:
             _refuse(CannotBind(False, error.text, code=error.code))
@@ -67,8 +67,8 @@ def main() -> int:
         server.close()
         return int(ExitCode.USAGE)
     if config.notify:
-        server.notify(config.notify)
-    url = server.metrics.url if server.metrics is not None else ""
+        server.viewers.notify_at(config.notify)
+    url = server.viewers.metrics.url if server.viewers.metrics is not None else ""
     if not write_line(sys.stdout.buffer, CollectorBound(server.address, str(paths.folder), url)):
         store.close()
         server.close()
@@ -152,12 +152,12 @@ def collect(
             Code.ADDRESS_IN_USE, f"--bind: expected an address that is free, found {bind}: {error}"
         ) from error
     try:
-        server.serve_metrics(metrics or "")
+        server.viewers.serve_metrics(metrics or "")
     except UsageError:
         server.close()
         raise
     if notify:
-        server.notify(notify)
+        server.viewers.notify_at(notify)
     try:
         paths = new_run(runs_dir.absolute())
         store = open_store(paths, max_frames)
@@ -169,8 +169,8 @@ def collect(
         ) from error
     where = f"the report will be in {paths.folder}"
     print(f"gpuwatch: listening at {server.address} for {nodes} node(s); {where}", file=out)
-    if server.metrics is not None:
-        print(f"gpuwatch: Prometheus metrics are at {server.metrics.url}", file=out)
+    if server.viewers.metrics is not None:
+        print(f"gpuwatch: Prometheus metrics are at {server.viewers.metrics.url}", file=out)
     out.flush()
     read_end, write_end = os.pipe()
 

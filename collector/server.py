@@ -10,23 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
-from ..core.errors import Code, UsageError, coded
+from ..core.errors import coded
 from ..core.guest.tell import tell as log
 from ..core.guest.threads import OneThread
 from ..core.host import OwnClock, raise_file_limit
-from ..core.verdicts import VerdictKind
 from ..core.wire import messages as wire
 from ..core.wire.beat import NodeBeat
 from ..core.wire.keys import KeyPair
 from ..core.wire.messages import VERDICT_PATIENCE_S, AgentBody, AgentMessage, MessageAck, PageMessage, node_of
 from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
-from ..core.wire.view import JobView, StacksView
 from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .decide.overflow_at_rest import RestingOverflow
@@ -34,19 +32,15 @@ from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
 from .report.model import RunReport
-from .report.verdict import Verdict
 from .run_files import RunPaths
 from .so_far import LiveFindings
 from .stage_lines import StageLines
 from .store import RunStore
-from .views.job_notifier import JobNotification, JobNotifier, NotifiedEvent
-from .views.publisher import ViewPublisher
-from .views.resting_ranks import RestingRanks
-from .views.snapshot import StacksRound, view_of
+from .views.job_viewers import JobViewers
 from .waiting_lines import ClockLines, WaitingLines
 
 if TYPE_CHECKING:
-    from .views.metrics_endpoint import MetricsExporter, OwnNumbers  # without --metrics-port, none of it is imported
+    from .views.metrics_endpoint import OwnNumbers  # without --metrics-port, none of it is imported
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -105,7 +99,6 @@ class CollectorServer:
     _protocol: RunProtocol
     _folded: FactFold
     _live: LiveFindings
-    _started_ns: int
     _tell: Callable[[StageLine | PreflightOver | UserNotice], object]
     """Arguments of `run`, and objects that it makes for its one run."""
 
@@ -119,12 +112,7 @@ class CollectorServer:
         viewer_private_key: str = "",
     ) -> None:
         """The viewer's private key is written into the run's folder; without it, nobody can view the job."""
-        self.metrics: MetricsExporter | None = None
-        """The metrics endpoint; it is closed with the server."""
-        self._notifier: JobNotifier | None = None
-        self._looked_at = False
         self._context = zmq.Context()
-        self._view: ViewPublisher | None = None
         self._access = CurveAccess(agent_public_key, viewer_public_key)
         keys = KeyPair(public_key.encode(), private_key.encode())
         try:
@@ -133,37 +121,15 @@ class CollectorServer:
             self._context.term()
             raise
         self.address = self._socket.address
-        if viewer_private_key:
-            viewer = KeyPair(viewer_public_key.encode(), viewer_private_key.encode())
-            try:
-                self._view = ViewPublisher(self._context, self.address, keys, viewer)
-            except zmq.ZMQError as error:  # no port can be had, which costs the view alone
-                log(f"viewers cannot connect: {error}")
-        self._stacks = StacksRound()
-        self._resting = RestingRanks()
+        viewer = KeyPair(viewer_public_key.encode(), viewer_private_key.encode()) if viewer_private_key else None
+        self.viewers = JobViewers(self._context, self.address, keys, viewer, self._say)
+        """Who looks on; closed with the server."""
         self._credit = -1
         self._pages = WaitingPages()
         self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
         """Events that were inspected ahead of order and have yet to arrive in order."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
-
-    def serve_metrics(self, address: str) -> None:
-        """Serve at `HOST:PORT` from now on; "" does nothing. Raises UsageError if that fails."""
-        if not address:
-            return
-        try:
-            from .views.metrics_endpoint import MetricsExporter
-        except ImportError as error:
-            what = f"expected prometheus_client, which writes the metrics, found none ({error})"
-            install = "install it with: pip install prometheus_client"
-            raise UsageError(Code.NOT_INSTALLED, f"--metrics-port: {what}; {install}") from error
-        self.metrics = MetricsExporter(address)
-        self._looked_at = True
-
-    def notify(self, targets: Sequence[str]) -> None:
-        """Send the verdict, stalls and forecasts to these addresses and commands, too."""
-        self._notifier = JobNotifier(targets, self._say)
 
     def run(
         self,
@@ -192,9 +158,9 @@ class CollectorServer:
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         self._watched = self._live.stragglers.watched
         run_protocol.overflow_at_rest = self._overflow_at_rest
-        if self._view is not None:
-            self._view.announce(paths.folder)
-        self._started_ns = started_ns(store)
+        self.viewers.begin(
+            paths.run_id, paths.folder, self._folded, self._live, started_ns(store), lambda: run_protocol.asking.last
+        )
         clock, poller = OwnClock(), zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
         if end_fd is not None:
@@ -211,7 +177,7 @@ class CollectorServer:
             self._live.tick()
             self._watch_slow_rank()
             self._pages.drain(self._fold)
-            self._show(now)
+            self.viewers.show(now, self._own_numbers, self._look_for_viewers, self._tell_again)
             self._write()
             for agent in self._socket.closed_connections():
                 run_protocol.on_closed(agent, now)
@@ -277,8 +243,7 @@ class CollectorServer:
         self._folded.add(agent, n, body)
         self._live.on_message(body)
         if isinstance(body, NodeBeat) and body.looks:
-            self._stacks.on_message(body)
-            self._resting.on_message(body)
+            self.viewers.on_message(body)
 
     def _write(self) -> None:
         """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
@@ -301,49 +266,20 @@ class CollectorServer:
                 self._send(action.agent, action.message)
             elif isinstance(action, NotifyUser):
                 self._tell(UserNotice(coded(action.text, action.code)))
-                self._notify("stall", action.text)
+                self.viewers.notify("stall", action.text)
         return any(isinstance(action, FinishRun) for action in actions)
 
-    def _show(self, now: float) -> None:
-        """Update viewers and the metrics endpoint. Agents hear when the first viewer arrives or the last one leaves."""
-        if self._view is not None:
-            self._view.show(lambda: self._shown_picture(now), now)
-            if self._view.topics:
-                self._show_stacks(self._view, now)
-            if self._view.has_viewers and self._resting.begins(now):
-                self._act(self._protocol.look_for_viewers())
-            self._resting.conclude(self._folded.as_it_stands(), now)
-        if self.metrics is not None:
-            self.metrics.show(lambda: (self._picture(), self._own_numbers()), now)
-        looked_at = self.metrics is not None or (self._view is not None and self._view.has_viewers)
-        if looked_at != self._looked_at:
-            self._looked_at = looked_at
-            self._act(self._protocol.tell_again())
+    def _look_for_viewers(self) -> None:
+        self._act(self._protocol.look_for_viewers())
 
-    def _show_stacks(self, view: ViewPublisher, now: float) -> None:
-        if self._stacks.begins(now):
-            self._act(self._protocol.look_for_viewers())
-        facts = self._folded.as_it_stands()
-        running = {rank.rank: facts.host(rank) for rank in facts.of_attempt(facts.last_attempt) if rank.exit is None}
-        looks = self._stacks.conclude(set(running), now)
-        if looks is not None:
-            view.answer(StacksView(time.time_ns(), self._paths.run_id, facts.announced_ranks, running, looks))
-
-    def _picture(self) -> JobView:
-        verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
-        kind = VerdictKind.OVERFLOW if verdict else ""
-        slow, hang = self._live.stragglers.slow, self._resting.found or self._protocol.asking.last
-        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, hang)
-
-    def _shown_picture(self, now: float) -> JobView:
-        picture = self._picture()
-        self._resting.see(picture)
-        return structs.replace(picture, asks=True) if self._resting.asks(now) else picture
+    def _tell_again(self) -> None:
+        self._act(self._protocol.tell_again())
 
     def _own_numbers(self) -> OwnNumbers:
         from .views.metrics_endpoint import OwnNumbers
 
-        faults = self.metrics.faults if self.metrics is not None else 0
+        metrics = self.viewers.metrics
+        faults = metrics.faults if metrics is not None else 0
         return OwnNumbers(*self._store.waiting, self._store.dropped, self._turned_away(), faults)
 
     def _turned_away(self) -> dict[str, int]:
@@ -357,22 +293,13 @@ class CollectorServer:
 
     def _forecast(self, sentence: str) -> None:
         self._say(sentence)
-        self._notify("forecast", sentence)
-
-    def _notify(self, event: NotifiedEvent, sentence: str, **of_verdict: Any) -> None:
-        if self._notifier is not None:
-            run = self._paths.run_id
-            text = f"gpuwatch, run {run}: {sentence}"
-            self._notifier.put(JobNotification(text, event, run, str(self._paths.folder), **of_verdict))
-
-    def _notify_verdict(self, verdict: Verdict, exit_code: int) -> None:
-        kind, certainty = str(verdict.kind), str(verdict.certainty)
-        fields = {"verdict": kind, "certainty": certainty, "rank": verdict.rank, "module": verdict.module}
-        self._notify("verdict", f"{kind}, {certainty}: {' '.join(verdict.headlines)}", exit_code=exit_code, **fields)
+        self.viewers.notify("forecast", sentence)
 
     def _send(self, agent: str, message: wire.CollectorMessage) -> None:
         if isinstance(message, MessageAck):
-            message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
+            message = structs.replace(
+                message, time_ns=time.time_ns(), credit=self._credit, looks=self.viewers.is_looked_at
+            )
         self._socket.send(agent, message)
 
     def _finish(self) -> RunReport:
@@ -385,8 +312,9 @@ class CollectorServer:
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = self._turned_away()
-        if self.metrics is not None:
-            counters["metrics_faults"] = self.metrics.faults
+        metrics = self.viewers.metrics
+        if metrics is not None:
+            counters["metrics_faults"] = metrics.faults
         store.set("counters", to_json(counters).decode())
         if store.commit():
             self._act(run_protocol.committed(run_protocol.received))
@@ -402,12 +330,12 @@ class CollectorServer:
             self._tell(line)
         error = made.exception()
         final = made.result()[1] if error is None else no_report(self._paths, error)
-        if self.metrics is not None:
-            self.metrics.conclude(final.kind)
+        if metrics is not None:
+            metrics.conclude(final.kind)
         if error is None:
-            self._notify_verdict(made.result()[0].verdict, final.exit_code)
+            self.viewers.notify_verdict(made.result()[0].verdict, final.exit_code)
         else:
-            self._notify("verdict", f"the report could not be made ({type(error).__name__}: {error})")
+            self.viewers.notify("verdict", f"the report could not be made ({type(error).__name__}: {error})")
         self._bid_farewell(final)
         if error is not None:
             raise ReportFailed(str(error)) from error
@@ -443,11 +371,6 @@ class CollectorServer:
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""
-        if self._notifier is not None:
-            self._notifier.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        if self._view is not None:
-            self._view.close()
+        self.viewers.close()
         self._socket.close()
         self._context.term()

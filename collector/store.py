@@ -28,11 +28,13 @@ from ..core.guest.threads import OneThread
 from ..core.text import shown_name
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentBody, AgentMessage, NameDefinitions, WireError, decode_agent
-from .store_batch import SET_FACT, Key, StoreBatch
 from .store_tables import (
     NAMES,
     SCHEMA,
+    SET_FACT,
     TABLES,
+    Key,
+    StoreBatch,
     StoredNames,
     body_of,
     expect_schema,

@@ -20,7 +20,8 @@ from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
 from .device.device import without_modes
 from .record.names import leaves_of
-from .record.tensor_stats import TensorStats, unwrapped
+from .record.plain_tensor import unwrapped
+from .record.tensor_stats import TensorStats
 
 _NOT_IN_THE_MODEL = "(not in the model)"
 _NEGINF = int(NonFinite.NEGINF)

@@ -13,8 +13,9 @@ from ..core.frames import RowKind
 from ..core.signal_errors import from_outside
 from ..core.values import NonFinite, ValueEncoding
 from .device.device import device_for, has_reader, without_modes
-from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain, wait_for
-from .watch import watching_hooks
+from .record.plain_tensor import to_plain, wait_for
+from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure
+from .watched_models import watching_hooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

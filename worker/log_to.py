@@ -22,8 +22,8 @@ from ..core.signal_errors import from_outside
 from ..core.values import DTYPE_NAMES, headroom
 from ..core.wire.columns import OutputSlots
 from .module_hooks import ModuleHooks
-from .record.judging import clause_of
-from .watch import watching_hooks
+from .record.raised_overflow import clause_of
+from .watched_models import watching_hooks
 
 Values = dict[str, float | str]
 _OVERFLOW = "gpuwatch/overflow"

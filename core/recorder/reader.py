@@ -7,12 +7,10 @@ import stat
 import struct
 import time
 import weakref
-import zlib
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from ..events.alarms import Anomaly
 from ..events.definitions import Definition, ModuleDef, RootDef
@@ -20,12 +18,14 @@ from ..events.log_entries import LogEntry, WorkerEvent
 from ..events.rank_standing import GroupState, HeardSignal
 from ..guest.own_files import OwnDescriptor
 from ..signal_errors import from_outside
-from ..wire.beat import HooksText, RankState
+from ..wire.beat import RankState
 from ..wire.messages import PageMessage, PageSegment
 from . import layout
 from .group_table import progress_of, read_groups, widened
+from .header_state import SEEN, is_garbage, state_of
 from .heard_signals import HEARD_AT, HEARD_BYTES, read_heard
-from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
+from .layout import AnomalyFlag, HeadField, SegmentEnd, SegmentField, TimedStep, read_steps
+from .log_stretch import LogStretch
 
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _SEARCH_BYTES = 32 << 20
@@ -34,13 +34,9 @@ _READS = 4
 """How often at most a header is read that says what none says."""
 _VERSIONS = (layout.UNSEALED_VERSION, layout.EARLIER_VERSION, layout.VERSION)
 _EARLIER_BYTES = layout.EARLIER_GROUPS * layout.EARLIER_GROUP_BYTES
-_MAX_ENTRY = 64 << 10
-"""Behind a damaged entry, the search finds no entry longer than this."""
 _INTEGER = struct.Struct("<q")
 _FIELDS = struct.Struct(f"<{max(HeadField) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
-
-_HOOKS: dict[int, HooksText] = dict(zip(HooksState, get_args(HooksText), strict=True))
 
 
 class NotReady(Exception):
@@ -164,7 +160,7 @@ class RecorderReader:
         end = min(self._log_end(), self._log_bytes)
         if self._log_read + layout.ENTRY.size > end:
             return definitions, events
-        log = _LogStretch(self._read(self._log_at + self._log_read, end - self._log_read), self._log_read)
+        log = LogStretch(self._read(self._log_at + self._log_read, end - self._log_read), self._log_read)
         while self._log_read + layout.ENTRY.size <= end:
             payload = log.entry(self._log_read)
             if payload is None:
@@ -194,7 +190,7 @@ class RecorderReader:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
         if self[HeadField.ANOMALY] != AnomalyFlag.WRITTEN:
             return None
-        payload = _LogStretch(self._read(0, layout.FIXED_BYTES), 0).entry(layout.ANOMALY_AT)
+        payload = LogStretch(self._read(0, layout.FIXED_BYTES), 0).entry(layout.ANOMALY_AT)
         try:
             entry = self._decoder.decode(payload) if payload is not None else None
         except _NOT_AN_ENTRY as error:
@@ -206,7 +202,7 @@ class RecorderReader:
     @property
     def overflow_seen(self) -> bool:
         """Whether the rank says that it has seen an anomaly, readable or not."""
-        return self[HeadField.ANOMALY] in _SEEN
+        return self[HeadField.ANOMALY] in SEEN
 
     @property
     def abort(self) -> int:
@@ -244,28 +240,9 @@ class RecorderReader:
         """A snapshot for a beat."""
         for _ in range(_READS):  # where it says what no writer writes, a number may be half old
             fields = self.header()
-            if not _is_garbage(fields):
+            if not is_garbage(fields):
                 break
-        module = self.modules.get(fields[HeadField.MODULE])
-        as_they_are: dict[str, Any] = {name: fields[field] for name, field in _SHOWN_AS_THEY_ARE.items()}
-        return replace(
-            RankState(**as_they_are),
-            rank=self.rank,
-            attempt=self.attempt,
-            phase=_phase(fields[HeadField.PHASE]).name.lower(),
-            module=module.name if module is not None else None,
-            cls=module.cls if module is not None else None,
-            records_lost=fields[HeadField.RECORDS_LOST] + self.damaged + _is_garbage(fields),
-            age_s=max(0.0, (time.monotonic_ns() - fields[HeadField.MOVED_NS]) / 1e9),
-            hooks=_HOOKS.get(fields[HeadField.HOOKS], "none"),
-            overflow=fields[HeadField.ANOMALY] in _SEEN,
-            unseen_child=_process_id(fields[HeadField.UNSEEN_CHILD]),
-            calling_child=_process_id(fields[HeadField.CALLING_CHILD]),
-            left=fields[HeadField.LEFT] == layout.seal(1),
-            passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
-            has_frames=fields[HeadField.HAS_FRAMES] > 0,
-            groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
-        )
+        return state_of(fields, self.rank, self.attempt, self.modules.get(fields[HeadField.MODULE]), self.damaged)
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -339,77 +316,6 @@ class RecorderReader:
         return segment if self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION] else None
 
 
-class _LogStretch:
-    """A stretch of the log, or the header; positions count from where that begins."""
-
-    def __init__(self, data: bytes, start: int) -> None:
-        self._data = data
-        self._start = start
-
-    def entry(self, position: int) -> bytes | None:
-        """The payload at `position`; None where there is no whole one."""
-        at = position - self._start
-        size, checksum = layout.ENTRY.unpack_from(self._data, at)
-        payload = self._data[at + layout.ENTRY.size : at + layout.ENTRY.size + size]
-        return payload if size and len(payload) == size and zlib.crc32(payload) == checksum else None
-
-    def next_entry(self, position: int, most: int) -> tuple[int, int]:
-        """(where the next whole entry begins, bytes that were checked). The end if none is found in `most` bytes."""
-        searched = 0
-        while position - self._start + layout.ENTRY.size <= len(self._data) and searched < most:
-            size, _ = layout.ENTRY.unpack_from(self._data, position - self._start)
-            if 0 < size <= _MAX_ENTRY:
-                searched += size
-                if self.entry(position) is not None:
-                    return position, searched
-            position += 8
-        return self._start + len(self._data), searched
-
-
-def _phase(number: int) -> RankPhase:
-    return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
-
-
-_SEEN = (AnomalyFlag.SEEN, AnomalyFlag.WRITTEN)
-_MOST_PID = 1 << 22
-
-
-def _is_garbage(fields: tuple[int, ...]) -> bool:
-    """Whether the head says what no writer writes: it accuses nobody, and something was lost."""
-    return (
-        any(fields[field] not in known for field, known in layout.SEALED.items())
-        or any(fields[field] < 0 for field in _COUNTED)
-        or max(fields[HeadField.UNSEEN_CHILD], fields[HeadField.CALLING_CHILD]) > _MOST_PID
-    )
-
-
-def _process_id(number: int) -> int:
-    return number if 0 <= number <= _MOST_PID else 0
-
-
-_COUNTED = (
-    HeadField.RECORDS_LOST,
-    HeadField.ROWS_LOST,
-    HeadField.ROWS_INTERRUPTED,
-    HeadField.IGNORED,
-    HeadField.SCALER_SKIPS,
-    HeadField.WARNED,
-    HeadField.BATCHES_SKIPPED,
-    HeadField.ABSORBED,
-    HeadField.FAULTS,
-    HeadField.NAMES_LOST,
-    HeadField.CALLS_LEFT_OUT,
-    HeadField.HOOKS_GONE,
-    HeadField.UNSEEN_CHILD,
-    HeadField.CALLING_CHILD,
-)
-"""Fields that are never below 0."""
-_SHOWN_AS_THEY_ARE = {
-    name: HeadField[name.upper()]
-    for name in RankState.__struct_fields__
-    if name.upper() in HeadField.__members__ and name != "steps_timed"
-}
-"""Fields that RankState has by the same name. Its count of timed steps is of those that the agent has taken."""
 _MOVING = (
     HeadField.PHASE,
     HeadField.STEP,

@@ -1,11 +1,9 @@
-"""The worker's side of a recorder: every call is a few stores into mapped memory, none waits."""
+"""The worker's side of a recorder: pages of rows. Every call is a few stores into mapped memory, none waits."""
 
 from __future__ import annotations
 
-import os
 import struct
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,20 +12,9 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-import msgspec
-
-from ..events.alarms import Anomaly
-from ..events.definitions import Definition
-from ..events.log_entries import LogEntry
-from ..events.own_limits import OwnFault, costs_frames
-from ..guest.own_files import RecorderMap
-from ..text import carried, plain_text
 from . import layout
-from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
-from .pages import NameTable
-
-_EVENT_RESERVE = 256 << 10
-"""Bytes of the log that names may not take, so that an event always finds room."""
+from .layout import HeadField, SegmentEnd, SegmentField
+from .recorder_file import RecorderFile
 
 RowTuple = tuple[int, int, int, int, int, int]
 """slot, value, shape, dtype code, kind, mark"""
@@ -40,7 +27,7 @@ RowTuple = tuple[int, int, int, int, int, int]
 # As plain integers: an IntEnum costs more than the store itself.
 _FRAMES, _ROWS, _VALUES = int(SegmentField.FRAMES), int(SegmentField.ROWS), int(SegmentField.VALUES)
 _FRAME_BASE, _VALUE_BASE = int(SegmentField.FRAME_BASE), int(SegmentField.VALUE_BASE)
-_LOG_END, _SEGMENT = int(HeadField.LOG_END), int(HeadField.SEGMENT)
+_SEGMENT = int(HeadField.SEGMENT)
 _CLOSED, _GENERATION = int(SegmentField.CLOSED), int(SegmentField.GENERATION)
 _VALUES_PER_SEGMENT, _ROWS_PER_SEGMENT = layout.VALUES_PER_SEGMENT, layout.ROWS_PER_SEGMENT
 _FRAMES_PER_SEGMENT = layout.FRAMES_PER_SEGMENT
@@ -86,7 +73,7 @@ class OpenPage:
     """Gradients of its backward mean nothing: their rows have `RowMark.REHEARSED`."""
 
 
-class RecorderWriter:
+class RecorderWriter(RecorderFile):
     """One rank's recorder file, open for writing.
 
     Raises OSError from the constructor when the file cannot be made at its full size (a disk or /dev/shm without
@@ -104,27 +91,17 @@ class RecorderWriter:
         log_bytes: int = layout.LOG_BYTES,
         segments: int = layout.SEGMENTS,
     ) -> None:
-        self.path = path
-        size = layout.file_bytes(log_bytes, segments)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Without this, a full /dev/shm kills the training with SIGBUS at the first touch of a missing page.
-            os.posix_fallocate(fd, 0, size)
-            self.memory = RecorderMap(fd, size)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        self.view = memoryview(self.memory)
-        """The whole file."""
-        self.fields = self.view[: layout.FIXED_BYTES].cast("q")
+        super().__init__(
+            path,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            attempt=attempt,
+            log_bytes=log_bytes,
+            segments=segments,
+        )
         self.groups = self.view[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
         """The table of process groups (group_table.py)."""
-        self._encoder = msgspec.msgpack.Encoder()
-        self._log_at = layout.HEADER_BYTES
-        self._log_bytes = log_bytes
-        self._log_end = 0
         self._segments_at = self._log_at + log_bytes
         self._segments = segments
         self._segment = -1
@@ -132,8 +109,6 @@ class RecorderWriter:
         """The header of the segment that is being written."""
         self._frames_at = self._rows_at = self._values_at = 0
         self._pages = 0
-        self.names = NameTable()
-        """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
         self.cursor = array("q", [-1, 0, 0])
@@ -145,33 +120,6 @@ class RecorderWriter:
         """
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""
-
-        first = {
-            HeadField.VERSION: layout.VERSION,
-            HeadField.PID: os.getpid(),
-            HeadField.STARTED_NS: time.time_ns(),
-            HeadField.LOG_BYTES: log_bytes,
-            HeadField.SEGMENTS: segments,
-            HeadField.PHASE: RankPhase.STARTING,
-            HeadField.ANOMALY: AnomalyFlag.NONE,
-            HeadField.HOOKS: HooksState.NONE,
-            **dict.fromkeys((HeadField.ABORT, HeadField.LEFT, HeadField.PASSED_UNSEEN), layout.seal(0)),
-            **dict.fromkeys((HeadField.BATCH, HeadField.PAGE, HeadField.ROOT), -1),
-            **dict.fromkeys((HeadField.MODULE, HeadField.SEQ, HeadField.SEGMENT), -1),
-            HeadField.MOVED_NS: time.monotonic_ns(),
-        }
-        for at, value in first.items():
-            self.fields[at] = value
-        self.identify(rank, local_rank, world_size, attempt)
-        self.fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
-
-    def identify(self, rank: int, local_rank: int, world_size: int, attempt: int) -> None:
-        """Say whose the file is. A reader that comes in between finds it not ready."""
-        fields = self.fields
-        fields[HeadField.CHECK] = -1
-        fields[HeadField.RANK], fields[HeadField.LOCAL_RANK] = rank, local_rank
-        fields[HeadField.WORLD_SIZE], fields[HeadField.ATTEMPT] = world_size, attempt
-        fields[HeadField.CHECK] = layout.check_of(fields[: HeadField.CHECK].tolist())
 
     def segment_at(self, number: int) -> int | None:
         """Offset in the file of a segment, counted from the beginning of the run; None if it was overwritten."""
@@ -193,74 +141,6 @@ class RecorderWriter:
     def frame_count(self) -> int:
         """Frames so far in the page that is being written; 0 while there is none."""
         return self._seg[_FRAME_BASE] + self._seg[_FRAMES] if self.page is not None else 0
-
-    # -- the log ------------------------------------------------------------------------------------------------
-
-    def append(self, record: LogEntry, *, name: bool = False) -> bool:
-        """Append a definition (`name=True`) or an event; False, and counted, when the log is full.
-
-        The first anomaly is written into the header as well, see `note_first_anomaly`, and a fault is counted there.
-        """
-        if isinstance(record, Definition):
-            self.names.add((record,))
-        elif isinstance(record, Anomaly):
-            self.note_first_anomaly(record)
-        elif isinstance(record, OwnFault):
-            self.count_fault(record.part)
-        payload = self._encode(record)
-        room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
-        if payload is None or not self._append_entry(_entry_of(payload), room):
-            self.fields[HeadField.RECORDS_LOST] += 1
-            self.fields[HeadField.NAMES_LOST] += payload is not None and isinstance(record, Definition)
-            return False
-        return True
-
-    def _append_entry(self, entry: bytes, room: int) -> bool:
-        """False if the log has no room for it."""
-        size = (len(entry) + 7) & ~7
-        while True:
-            end = self._log_end
-            if end + size > room:
-                return False
-            place = slice(self._log_at + end, self._log_at + end + len(entry))
-            if self._log_end == end:  # no other entry has come meanwhile: without a call from here on
-                self.view[place] = entry
-                self._log_end = self.fields[_LOG_END] = end + size
-                return True
-
-    def count_fault(self, part: str) -> None:
-        """Count an error of gpuwatch itself, where no log can be full. `append` calls it for every Fault."""
-        if costs_frames(part):
-            self.fields[HeadField.FAULTS] += 1
-
-    def note_first_anomaly(self, anomaly: Anomaly) -> None:
-        """Write the rank's first anomaly into the header, in place: no log that is full, and no reader that is gone,
-        makes it unseen. A later one changes nothing. `append` calls it for every Anomaly."""
-        fields = self.fields
-        if fields[HeadField.ANOMALY] != AnomalyFlag.NONE:
-            return
-        fields[HeadField.ANOMALY] = AnomalyFlag.SEEN
-        room = layout.ANOMALY_BYTES - layout.ENTRY.size
-        try:
-            payload = self._encode(anomaly)
-            if payload is None or len(payload) > room:
-                payload = self._encode(_shortened(anomaly))
-        except UnicodeEncodeError:
-            return
-        if payload is None or len(payload) > room:
-            return
-        entry = _entry_of(payload)
-        self.view[layout.ANOMALY_AT : layout.ANOMALY_AT + len(entry)] = entry
-        fields[HeadField.ANOMALY] = AnomalyFlag.WRITTEN  # last: a reader waits for it
-
-    def _encode(self, record: LogEntry) -> bytes | None:
-        """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
-        try:
-            return self._encoder.encode(record)
-        except UnicodeEncodeError:  # a file name that is no UTF-8, in a message
-            return self._encoder.encode(carried(record, plain_text))
-        except OverflowError:
-            return None
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -470,14 +350,3 @@ class RecorderWriter:
         self.view.release()
         with suppress(BufferError):  # a device may still write there
             self.memory.close()
-
-
-def _entry_of(payload: bytes) -> bytes:
-    return layout.ENTRY.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _shortened(anomaly: Anomaly) -> Anomaly:
-    """A copy whose texts fit into the header."""
-    where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
-    texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
-    return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
 }
 
 ASKS_FOR_A_VERDICT = {
-    "worker/watch.py": {"collector"},
+    "worker/model_watch.py": {"collector"},
 }
 """`gpuwatch.watch` has no launcher: the script itself asks for the verdict."""
 
@@ -113,8 +113,8 @@ FLOORS = {
         "path",
         "lightning_callback.py trainer_callback.py",
         "log_to.py",
-        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
-        "before_init.py meeting_place.py explain/replaying.py",
+        "joining.py __main__.py __init__.py watch.py model_watch.py watched_models.py detect_overflow.py "
+        "debug_underflow_overflow.py before_init.py meeting_place.py explain/replaying.py",
         "preflight",
         "preflight/blame",
         "preflight/meeting.py preflight/steps.py",
@@ -125,7 +125,7 @@ FLOORS = {
         "compile",
         "record",
         "device",
-        "record/notable.py record/tensor_stats.py record/host_reduce.py",
+        "record/notable.py record/tensor_stats.py record/plain_tensor.py record/float_formats.py record/host_reduce.py",
         "native patches.py answers.py signal_notes.py folded_errors.py explain/reproduce.py",
     ],
     "launcher": [

@@ -53,3 +53,13 @@ def test_the_hook_is_what_make_lint_runs():
 def test_every_link_of_a_page_at_the_root_leads_to_a_file(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_files_that_one_number_passes_are_there_and_as_many_as_the_page_says():
+    page = (ROOT / "docs" / "development.md").read_text()
+    said, table = re.search(r"passes (\d+) files.*?\n\n(\|.*?\|)\n\n", page, flags=re.S).groups()
+    names = re.findall(r"`((?:\w+/)*\w+(?:\.\w+)+)`", table)
+    assert len(names) == len(set(names)) == int(said)
+    rooms = [ROOT / room for room in ("worker", "launcher", "core", "collector")]
+    there = {path.name for room in rooms for path in room.rglob("*.*")}
+    assert {Path(name).name for name in names} <= there

@@ -94,7 +94,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         (tmp_path / "go").touch()  # whatever has failed, the job ends
     over = bench.gpuwatch("top", "shown")
     assert over.code == 2
-    assert f"for its result: gpuwatch report {folder}" in over.stderr
+    assert f"which has ended; its report: gpuwatch report {folder}" in over.stderr
     assert "has not ended" not in bench.gpuwatch("report", "shown").stderr
     if not has_tmux:
         pytest.skip("tmux is not installed here: all but the terminal has passed (.ci/run installs it)")

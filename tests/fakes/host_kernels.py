@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from gpuwatch.worker.device.kernel_launcher import KernelLauncher
-from gpuwatch.worker.device.torch_reader import COLUMNS, KINDS, TensorSource, TorchReader
+from gpuwatch.worker.device.tensor_source import KINDS, TensorSource
+from gpuwatch.worker.device.torch_reader import COLUMNS, TorchReader
 
 _READ = ("source", "rows", "position", "elements", "inner", "stride")
 ARGUMENTS = {

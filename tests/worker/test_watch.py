@@ -805,7 +805,7 @@ class EndsWithPython:
 
 end = EndsWithPython()
 watched = gpuwatch.watch(model := torch.nn.Sequential(Waits()))
-watched._hooks.second_runs.limit_s = 0.1
+watched._hooks.second_runs.rerun.limit_s = 0.1
 try:
     model(torch.ones(2))
 except gpuwatch.OverflowDetected:

@@ -15,8 +15,8 @@ from ...core.recorder.layout import NOTHING
 from ...core.signal_errors import from_outside
 from ..patches import after_import
 from ..record.frame_writer import FrameWriter
+from ..record.recorded_row import RecordedRow
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import RecordedRow
 from .region_parts import CompiledViews, GradientHooks, RegionPolicy, compiled_views, eval_frame
 
 if TYPE_CHECKING:

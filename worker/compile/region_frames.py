@@ -13,8 +13,8 @@ from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
 from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
+from ..record.recorded_row import RecordedRow
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import RecordedRow
 from .dynamo import SEEN, on_device
 from .region_calls import RegionCall
 from .region_parts import GradientHooks, RegionFrame, RegionPolicy, RegionRow

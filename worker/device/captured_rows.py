@@ -16,7 +16,8 @@ import torch
 
 from ...core.recorder.writer import OpenPage
 from .device import StatsDevice, StreamKey
-from .torch_reader import FROM_GRAPH, KINDS, TensorReader, fresh_rows, source_of
+from .tensor_source import KINDS, source_of
+from .torch_reader import FROM_GRAPH, TensorReader, fresh_rows
 
 CAPTURED = 1 << 30
 """Added to the number of a captured row, where the index of a value in a page would be: it has no value yet."""

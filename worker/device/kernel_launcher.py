@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from ...core.signal_errors import from_outside
-from .torch_reader import COLUMNS, ENTRY, LARGEST, TensorSource, TorchReader
+from .grouped_readings import ENTRY
+from .tensor_source import TensorSource
+from .torch_reader import COLUMNS, LARGEST, TorchReader
 
 # A trial: one launch of a kernel on a few known numbers, before it may read a tensor of the script.
 #

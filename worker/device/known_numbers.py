@@ -14,20 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ...core.values import NonFinite
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from .device import without_modes
-from .torch_reader import (
-    KINDS,
-    Earlier,
-    GroupedReadings,
-    KnownWeight,
-    PackedRows,
-    TensorSource,
-    TorchReader,
-    WaitingTensors,
-    dense,
-    fresh_rows,
-)
+from .grouped_readings import Earlier, GroupedReadings, KnownWeight, PackedRows, WaitingTensors
+from .tensor_source import KINDS, TensorSource, dense
+from .torch_reader import TorchReader, fresh_rows
 
 FIRST_ROW = 1
 """Position of the first tensor's row. The rows around those of the tensors must stay as they are."""

@@ -18,7 +18,9 @@ import torch
 from ...core.signal_errors import from_outside
 from ...core.values import PENDING
 from .device import StatsDevice, StreamKey, has_ended, without_modes
-from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
+from .grouped_readings import GroupedReadings, WaitingTensors
+from .tensor_source import TensorSource, source_of
+from .torch_reader import fresh_rows
 
 _CAPACITY = 256
 """Rows of a stream between two copies: as many as one launch may read (kernel.py)."""

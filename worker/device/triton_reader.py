@@ -9,28 +9,19 @@ launches the compiled kernel (kernel_launcher.py).
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..record.tensor_stats import LOW_PRECISION
 from .device import without_modes
+from .grouped_readings import ENTRY, GroupedReadings, WaitingTensors
 from .kernel_launcher import KernelLauncher, KernelTrial, TrialWay, launch
+from .kernel_variants import BLOCKS, INT32, constants_of, key_of, key_of_two, layout_of, parts_of, share_of, tables
 from .known_numbers import FIRST_ROW, FoundExpected, known_numbers, rows_kept, rows_packed, rows_read
 from .reader_check import ReaderChecks, Run
-from .torch_reader import (
-    DTYPES,
-    ENTRY,
-    KINDS,
-    GroupedReadings,
-    KernelDtype,
-    TensorSource,
-    TorchReader,
-    WaitingTensors,
-    dense,
-)
+from .tensor_source import TensorSource, dense
+from .torch_reader import TorchReader
 
 try:
     from ..native.core import launch_reads
@@ -47,12 +38,9 @@ except ImportError:  # gpuwatch was installed without a C compiler
 
 _OPTIONS = {"enable_fp_fusion": True}
 """The options of an ordinary launch. The kernels multiply no floats; without it, Triton 3.9 warns the script."""
-_INT32 = 1 << 31
 _PACK_BLOCK = 128
 _ROWS, _ENTRY = 256, 8
 """As in kernel.py: the longest list of rows, and the columns of the table of `read_many`."""
-_BLOCKS = 8
-"""Blocks that a program of `read_many` reads, one after the other."""
 
 
 _Launched = tuple[bytes, int, int]
@@ -107,7 +95,7 @@ class TritonReader:
         """Whether zeros are counted is less important than that the tensor is read."""
         tensor, elements, inner, stride = source
         for counted in (count, not count):
-            key, about = _key_of(source, rows, counted), (rows, position, counted)
+            key, about = key_of(source, rows, counted), (rows, position, counted)
             if key in self.reads:
                 return self._launched_read(source, *about)
             if key in self._loaded:
@@ -115,7 +103,7 @@ class TritonReader:
                 return True
             nothing = dense(tensor, 0)  # the kernel for two tensors may have run before
             left = launch_reads(self.reads, self._stream, (tensor,) * 2, (elements, 0), 0, inner, stride, *about)
-            if left == (0, 2) and _key_of_two(source, rows, counted) in self._loaded:
+            if left == (0, 2) and key_of_two(source, rows, counted) in self._loaded:
                 without_modes(self._launch_two, source, nothing, *about)
             elif left is not None:
                 continue
@@ -129,7 +117,7 @@ class TritonReader:
 
     def _ordinary_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
-        key, device, about = _key_of(source, rows, count), rows.device, (source.tensor.dtype, count)
+        key, device, about = key_of(source, rows, count), rows.device, (source.tensor.dtype, count)
         layout, is_wide = layout_of(source.elements, source.stride), key[-1] is not None
         known = functools.partial(known_numbers, *about, layout != 0, key[3])
 
@@ -157,7 +145,7 @@ class TritonReader:
             self._loaded.add(key)
             if not is_proven:
                 return
-        sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in source[1:])))
+        sizes = bytes((8, 8, 4, *(8 if size >= INT32 else 4 for size in source[1:])))
         self._keep_read(
             key,
             self._tried(key, compiled, sizes, device, TrialWay.READ, *about, layout),
@@ -168,7 +156,7 @@ class TritonReader:
 
     def _launch_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> Any:
         tensor, elements, inner, stride = source
-        kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
+        kind, block, constants = constants_of(tensor.dtype, count, layout_of(elements, stride))
         view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
         ordinary = self._kernel.read[(min(-(-elements // block), self._most_programs(tensor.device)),)]
         return ordinary(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
@@ -176,7 +164,7 @@ class TritonReader:
     def _ordinary_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        key, device, about = _key_of_two(source, rows, count), rows.device, (source.tensor.dtype, count)
+        key, device, about = key_of_two(source, rows, count), rows.device, (source.tensor.dtype, count)
         known = functools.partial(known_numbers, *about, False, True)
 
         def ordinary(sources: list[TensorSource], table: torch.Tensor) -> None:
@@ -204,7 +192,7 @@ class TritonReader:
     def _launch_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> Any:
-        kind, block, constants = _constants(source.tensor.dtype, count, 0)
+        kind, block, constants = constants_of(source.tensor.dtype, count, 0)
         views = [
             one.tensor if kind.read_as is one.tensor.dtype else one.tensor.view(kind.read_as) for one in (source, other)
         ]
@@ -222,7 +210,7 @@ class TritonReader:
         check: Callable[[_Launched], FoundExpected],
     ) -> None:
         if kernel is not None:
-            entry = kernel, _constants(*about)[1], self._most_programs(device)
+            entry = kernel, constants_of(*about)[1], self._most_programs(device)
             if self._is_proven_direct(key, device, lambda: check(entry)):
                 self.reads[key] = entry
 
@@ -239,7 +227,7 @@ class TritonReader:
     def _tables_of(self, readings: GroupedReadings, rows: torch.Tensor) -> Iterator[tuple[int, int, _ManyTensors, int]]:
         """(variant, programs, the kernel's first arguments, number of tensors) of each launch"""
         make = tables if _native_tables is None else _native_tables
-        earlier, groups = make(readings.entries, _share_of, self._most_programs(rows.device), _ROWS)
+        earlier, groups = make(readings.entries, share_of, self._most_programs(rows.device), _ROWS)
         table = _on(rows.device, b"".join([earlier, *(entries for _, _, entries in groups)]))
         at = _ROWS
         for variant, programs, entries in groups:
@@ -250,8 +238,8 @@ class TritonReader:
     def _ordinary_many(
         self, key: tuple[Any, ...], variant: int, programs: int, tensors: _ManyTensors, number: int
     ) -> None:
-        parts, device = _parts_of(variant), tensors[2].device
-        known = functools.partial(known_numbers, *parts[:2], parts[2] != 0, bool(variant & 2), _BLOCKS)
+        parts, device = parts_of(variant), tensors[2].device
+        known = functools.partial(known_numbers, *parts[:2], parts[2] != 0, bool(variant & 2), BLOCKS)
 
         def ordinary(readings: GroupedReadings, table: torch.Tensor) -> None:
             # of more elements it would be this variant
@@ -277,7 +265,7 @@ class TritonReader:
         self._keep(key, kernel, device, lambda kernel: check(functools.partial(direct, kernel)))
 
     def _launch_many(self, variant: int, programs: int, tensors: _ManyTensors, number: int) -> Any:
-        kind, _, constants = _constants(*_parts_of(variant))
+        kind, _, constants = constants_of(*parts_of(variant))
         options = self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
         return self._kernel.read_many[(programs,)](*tensors, number, *options, **_OPTIONS)
 
@@ -383,97 +371,7 @@ def _refused(answer: object) -> None:
         raise RuntimeError(f"the driver refused a launch ({answer})")
 
 
-def tables(
-    entries: bytes, share_of: Callable[[int], int], most: int, rows: int
-) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """The launches that read GroupedReadings' entries: (variant, programs, table) of each; and before these a list with
-    the address of each row's earlier numbers, 0 if it has none. See `read_many` in kernel.py.
-
-    A tensor gets a program for each `share_of(variant)` of its elements, `most` at most. `rows`: how long the list is.
-    worker/native has the same in C.
-    """
-    kept = array("q", bytes(8 * rows))
-    programs: dict[int, int] = {}
-    found: dict[int, list[bytes]] = {}
-    for code, counted, position, address, elements, inner, stride, earlier in ENTRY.iter_unpack(entries):
-        kept[position] = earlier
-        layout = layout_of(elements, stride)
-        variant = code << 8 | layout << 3 | counted << 2 | (address % 16 == 0) << 1 | (earlier != 0)
-        first = programs.get(variant, 0)
-        own = max(1, min(-(-elements // share_of(variant)), most))
-        programs[variant] = first + own
-        before = position if address else 0
-        found.setdefault(variant, []).append(ENTRY.pack(first, own, address, position, elements, inner, stride, before))
-    return kept.tobytes(), [(variant, programs[variant], b"".join(parts)) for variant, parts in found.items()]
-
-
-def _parts_of(variant: int) -> tuple[torch.dtype, bool, int]:
-    """Arguments of `_constants`."""
-    return DTYPES[variant >> 8], bool(variant & 4), variant >> 3 & 3
-
-
-@functools.cache
-def _share_of(variant: int) -> int:
-    """Elements that a program of `read_many` reads."""
-    return _constants(*_parts_of(variant))[1] * _BLOCKS
-
-
-def layout_of(elements: int, stride: int) -> int:
-    """The kernels' LAYOUT."""
-    return 0 if stride == 0 else 1 if elements < _INT32 else 2
-
-
-@functools.cache
-def _constants(dtype: torch.dtype, count: bool, layout: int) -> tuple[KernelDtype, int, tuple[Any, ...]]:
-    """(how a dtype is read, elements in a block, the kernels' constants KIND, COUNT, LAYOUT, DEEP and WIDE)"""
-    kind = KINDS[dtype]
-    deep = kind.deep if layout == 0 else 1
-    return kind, deep * kind.wide, (kind.code, count and dtype in LOW_PRECISION, layout, deep, kind.wide)
-
-
 def _on(device: torch.device, integers: bytes) -> torch.Tensor:
     """Integers on the device, without waiting: torch keeps the pinned memory until the copy is done."""
     table = torch.frombuffer(bytearray(integers), dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
-
-
-def kernel_text(key: Any) -> str:
-    """The key of a kernel, in words.
-
-    >>> kernel_text((torch.float16, True, 0, True, True, False, None))
-    'read of float16 with holes'
-    """
-    if key[1] == "pack":
-        return "pack"
-    with_holes = key[-2] is False
-    name, dtype = "read", key[0]
-    if key[0] == "two":
-        name, dtype, with_holes = "read_two", key[1], False
-    if key[1] == "many":
-        dtype, _, layout = _parts_of(key[2])
-        name, with_holes = "read_many", layout != 0
-    return f"{name} of {str(dtype).removeprefix('torch.')}{' with holes' if with_holes else ''}"
-
-
-def _key_of(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any, ...]:
-    tensor, elements, inner, stride = source
-    target, device = rows.data_ptr(), tensor.get_device()
-    return read_key(tensor.dtype, count, device, tensor.data_ptr(), target, elements, inner, stride)
-
-
-def _key_of_two(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any, ...]:
-    return "two", source.tensor.dtype, count, rows.get_device()
-
-
-def read_key(
-    dtype: torch.dtype, count: bool, device: int, address: int, target: int, elements: int, inner: int, stride: int
-) -> tuple[Any, ...]:
-    """The key of a call of `kernel.read`. Calls with the same key run the same compiled kernel. `launch_reads` makes
-    the same key in C.
-
-    Triton compiles a kernel for the types of the arguments (an integer has 32 or 64 bits), for whether 16 divides each
-    pointer, and for the values of the constants. These follow from `dtype`, `count` and the layout.
-    """
-    wide = elements >= _INT32 or inner >= _INT32 or stride >= _INT32
-    sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
-    return dtype, count, device, address % 16 == 0, target % 16 == 0, stride == 0, sizes

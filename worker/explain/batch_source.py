@@ -25,8 +25,8 @@ from ..hooks.data_loaders import DataLoaderHooks
 from ..hooks.yielded_batches import TensorPosition, YieldedBatch
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import inputs_of
+from ..record.plain_tensor import is_foreign, version_of
 from ..record.progress import RunProgress
-from ..record.tensor_stats import is_foreign, version_of
 from .batch_rows import ENOUGH_BITS, BatchRows, Positions
 from .kept_call import WeakTensor, kept_tensor, still_there
 

@@ -23,7 +23,7 @@ from ...core.guest.threads import AwaitedThread
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.text import size_text
 from ..record.names import inputs_of
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from . import reproduce
 from .captured_parts import BoundedFile, CapturedParts, CaptureRefused
 from .forward_thread import ContextMaker, RandomNumbers

@@ -12,7 +12,8 @@ from ...core.events.read_tensors import OperandNumbers
 from ...core.frames import RowKind
 from ...core.values import Value, name_of
 from ..device.device import without_modes
-from ..record.tensor_stats import measure, unwrapped
+from ..record.plain_tensor import unwrapped
+from ..record.tensor_stats import measure
 
 BATCH_NORM = "batch_norm"
 

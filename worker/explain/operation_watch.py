@@ -31,7 +31,7 @@ from ...core.values import NonFinite
 from ..device.device import without_modes
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
-from ..record.tensor_stats import is_foreign, local_part
+from ..record.plain_tensor import is_foreign, local_part
 from .code_place import CallSite, CodePlace, is_of_user, place_of
 from .operands import BATCH_NORM, has_numbers, number_of, numbers_of, operation_name, plain_numbers, written_by
 from .operation_trials import MOST_BYTES, operands_with, with_trials

@@ -32,7 +32,7 @@ from ..record.autograd_graph import next_node
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import unwrap, walk
-from ..record.tensor_stats import version_of
+from ..record.plain_tensor import version_of
 from .backward_thread import BackwardTarget, BackwardThread, places_of
 from .backward_watch import BackwardWatch, running_node
 from .forward_thread import ContextMaker

@@ -38,11 +38,13 @@ from ..hooks.module_calls import ModuleCalls
 from ..hooks.optimizer_steps import OptimizerSteps
 from ..record.autograd_graph import AutogradGraph, GraphCalls, running_engine
 from ..record.bad_elements import KeptSummands, pattern_of
+from ..record.float_formats import FLOATS
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
+from ..record.plain_tensor import version_of
 from ..record.root_tensors import RootTensors
 from ..record.roots import is_released, shards_of
-from ..record.tensor_stats import FLOATS, TensorStats, measure, version_of
+from ..record.tensor_stats import TensorStats, measure
 from .graph_sources import explaining_row, shown_in, sources_later, sources_now, sources_of_loss
 from .graph_users import BadOutput, a_leaf_of, graph_users
 from .loss_look import LossLook

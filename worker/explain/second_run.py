@@ -14,34 +14,20 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events.alarm_evidence import (
-    NOTHING,
-    SAMPLES,
-    SECOND_RUN_S,
-    BadOperation,
-    CaptureFile,
-    CauseTrial,
-    ForwardCaptured,
-    OddSamples,
-    SecondRun,
-)
+from ...core.events.alarm_evidence import BadOperation, CaptureFile, ForwardCaptured, SecondRun
 from ...core.frames import FramePhase
 from ...core.marked_line import CODE_WIDTH, shown_line
-from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
-from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..device.device import has_transforms, may_have_devices, without_modes
@@ -49,38 +35,29 @@ from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import ends_by_another_watch
-from ..record.names import inputs_of, unwrap, walk
+from ..record.names import inputs_of, unwrap
+from ..record.plain_tensor import version_of
+from ..record.raised_overflow import ends_by_another_watch
 from ..record.roots import ModuleInfo
-from ..record.tensor_stats import version_of
-from .capture import ForwardCapture
+from .call_rerun import NOT_DISPATCHED, CallRerun
 from .code_place import call_site
 from .explained_batch import ExplainedBatch
 from .forward_thread import (
-    ContextMaker,
     ForwardTarget,
-    ForwardThread,
     RandomNumbers,
     contexts_of_this_thread,
     function_modes,
-    kept_as_it_is,
     random_numbers,
     runs_eagerly,
 )
 from .kept_call import KeptCall, WeakTensor, is_tensor, kept_tensor, redirection, still_there
 from .loss_look import LossLook
-from .odd_samples import odd_samples, with_others
 from .operands import numbers_of
-from .operation_trials import trial_of
-from .operation_watch import OperationWatch
 from .second_backward import SecondBackward
 from .spent_time import SpentTime
 
 _MOST_ROOTS = 8
-_MOST_BEFORE = 16
-"""Batches before the alarm's that are looked at."""
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
-_NOT_DISPATCHED = "no operation that torch dispatches made it"
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
 _INPUTS_GONE = "what the model was handed was gone by then"
 
@@ -100,12 +77,9 @@ class SecondRuns:
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
-        self.limit_s = SECOND_RUN_S
-        """For all its runs together."""
+        self.rerun = CallRerun(self._progress, self._global.without_ours)
         settings = self._progress.settings
         self._explains = settings.explain != "off"
-        rank, tests = self._progress.rank, self._explains
-        self._capture = ForwardCapture(settings.capture, settings.capture_max, rank, is_tested=tests)
         self._captures = bool(settings.capture)
         self.is_on = (self._explains or self._captures) and settings.on_overflow == "abort"
         """Until its one run."""
@@ -121,15 +95,13 @@ class SecondRuns:
         """(id of the module that the root wraps, what the root's call runs of it)"""
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
-        self._odd: OddSamples | None = None
-        self._trials: list[CauseTrial] = []
         self._spent = SpentTime()
 
     def expect(self, bad: NonFiniteRow) -> bool:
         """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
         if self.explained.covers(bad):
             self._bad, operation = bad, self.explained.operation_for(bad)
-            self._end("" if operation is not None else _NOT_DISPATCHED, operation)
+            self._end("" if operation is not None else NOT_DISPATCHED, operation)
             return False
         if self.is_on and self._explains and bad.frame.phase == FramePhase.LOSS:
             made = self._losses.operation_at(bad.page.step)
@@ -280,10 +252,14 @@ class SecondRuns:
             return
         eager = runs_eagerly()
         if eager is None or not self._explains:
-            self._write(call, run, args, kwargs)
+            self.rerun.write(call, run, args, kwargs)
             self._end("compiled code ran, and this torch cannot run it eagerly")
             return
-        self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager)
+        found = self.rerun.forward(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager, bad.page)
+        if found.is_open:
+            self._why = found.why
+        else:
+            self._end(found.why, found.operation, eagerly=self._is_compiled())
 
     def _look_into_backward(self, bad: NonFiniteRow) -> None:
         kept, why = self._roots_kept.get(bad.page.root), self._backward.refusal()
@@ -298,118 +274,8 @@ class SecondRuns:
         if why or eager is None:
             self._end(why)
             return
-        found = self._backward.run(kept, run, inputs, [*kept.contexts, eager], partial(self._run_once, kept, run))
+        found = self._backward.run(kept, run, inputs, [*kept.contexts, eager], partial(self.rerun.run_once, kept, run))
         self._end(found.why, found.operation, eagerly=self._is_compiled())
-
-    def _run(
-        self,
-        call: KeptCall,
-        run: nn.Module,
-        target: ForwardTarget,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        eager: ContextMaker,
-    ) -> None:
-        name = call.info.name
-        names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
-        watch = OperationWatch(name, names, call.site)
-        watch.tries = True
-        forward = ForwardThread(run, call.method, target, args, kwargs, watch)
-        contexts = [*call.contexts, eager]
-        self._run_once(call, run, forward, watch, contexts)
-        why = forward.why
-        if watch.changed or watch.has_changed(tensors):
-            why = why or "its call changes an input or a buffer in place"
-        elif not why or forward.lacked_memory:
-            self._write(call, run, args, kwargs)
-        if not why and call.random is not None and forward.seen is not None:
-            self._trials.append(without_modes(trial_of, [forward.seen], "forward", NOTHING))
-        if not why and not forward.reached:
-            why = "a second run of the forward did not make it again"
-        if not why and forward.operation is None:
-            self._why = f"{_NOT_DISPATCHED} in a call that could run again"
-            return
-        if not why:
-            try:
-                self._run_without_odd_samples(call, run, target, args, kwargs, contexts, forward.seen)
-            except Exception as error:  # no memory for the copies: the operation is known all the same
-                if from_outside(error):
-                    raise
-                self._trials.append(CauseTrial("forward", SAMPLES, note=f"it raised {type(error).__name__}"))
-        self._end(why, None if why else forward.operation, eagerly=self._is_compiled())
-
-    def _run_once(
-        self,
-        call: KeptCall,
-        run: nn.Module,
-        forward: ForwardThread,
-        watch: OperationWatch,
-        contexts: list[ContextMaker],
-    ) -> None:
-        """Run a forward and put everything back. What it takes counts against the limit of all runs together."""
-        began = time.monotonic()
-
-        def go() -> None:
-            if (own := redirection(run).get("original_forward")) is not None:  # the job ends in its next call
-                vars(run)["forward"] = own
-            forward.run(self.limit_s, contexts)
-
-        self._global.without_ours(partial(kept_as_it_is, run, watch, call.random, go))
-        self.limit_s = max(0.0, self.limit_s - (time.monotonic() - began))
-
-    def _run_without_odd_samples(
-        self,
-        call: KeptCall,
-        run: nn.Module,
-        target: ForwardTarget,
-        args: Any,
-        kwargs: Any,
-        contexts: list[ContextMaker],
-        seen: torch.Tensor | None,
-    ) -> None:
-        """Run the forward again with the samples replaced that stand out from the others of its batch.
-
-        And once more as it was: what depends on how often it runs would be finite for another reason.
-        """
-        name = call.info.name
-        odd = without_modes(odd_samples, name, args, kwargs, seen) if seen is not None else None
-        if odd is None:
-            return
-        self._odd = replace(odd, before=self._largest_before(name, odd.role))
-        for changed, inputs in ((SAMPLES, without_modes(with_others, odd, args, kwargs)), (NOTHING, (args, kwargs))):
-            watch = OperationWatch("", {}, None)
-            forward = ForwardThread(run, call.method, target, *inputs, watch)
-            self._run_once(call, run, forward, watch, contexts)
-            if forward.why or forward.seen is None:
-                trial = CauseTrial("forward", changed, note=forward.why or "the tensor did not come again")
-            else:
-                trial = without_modes(trial_of, [forward.seen], "forward", changed)
-            self._trials.append(trial)
-            if trial.value != "finite":
-                return
-
-    def _largest_before(self, module: str, role: str) -> float | None:
-        """abs max of what a module was handed in the batches before that the recorder still holds."""
-        bad, own = self._bad, OwnPages(self._progress.recorder)
-        assert bad is not None
-        rows = [
-            row
-            for page in own.before(bad.page)[-_MOST_BEFORE:]
-            for frame in own.frames(page)
-            if frame.phase == FramePhase.FORWARD and frame.module == module
-            for row in frame.inputs
-            if row.role == role and row.finite and row.abs_max is not None
-        ]
-        return max((row.abs_max or 0.0 for row in rows), default=None)
-
-    def _write(self, call: KeptCall, run: nn.Module, *inputs: Any) -> None:
-        """Write the call to a file, with --capture."""
-        if self._captures and call.method != "forward":
-            self._capture.result = CaptureFile(refused=f"`{call.method}` ran, and a capture is of a forward")
-        elif self._captures:
-            took_s = self._capture.write(run, call.info.name, inputs, call.contexts, call.random, self.limit_s)
-            self.limit_s = max(0.0, self.limit_s - took_s)
 
     def _end(self, why: str = "", operation: BadOperation | None = None, eagerly: bool = False) -> None:
         bad, self._bad, self.is_on = self._bad, None, False
@@ -419,10 +285,10 @@ class SecondRuns:
             modules = self._roots.infos[bad.page.root].modules.values()
             name = operation.module if operation is not None else None
             cls = next((info.cls for info in modules if info.name == name), "")
-            ran = SecondRun(where, operation, why, eagerly, self._odd, self._trials, cls, self._spent.seconds)
+            ran = SecondRun(where, operation, why, eagerly, self.rerun.odd, self.rerun.trials, cls, self._spent.seconds)
             self._progress.recorder.append(ran)
         if self._captures:
-            file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
+            file = self.rerun.capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, file))
         if operation is not None:
             at = f" at {operation.file}:{operation.line}" if operation.file else ""

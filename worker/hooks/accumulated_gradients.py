@@ -40,8 +40,8 @@ import torch
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..record.collectives import issued
-from ..record.rows import RecordedRow
-from ..record.tensor_stats import local_part, unwrapped, version_of
+from ..record.plain_tensor import local_part, unwrapped, version_of
+from ..record.recorded_row import RecordedRow
 
 
 class GradientFate(Enum):

@@ -30,10 +30,10 @@ from ..record.frame_writer import FrameWriter
 from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of
+from ..record.plain_tensor import version_of
+from ..record.recorded_row import RecordedRow
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import RecordedRow
 from ..record.skipped_rows import SkippedRows
-from ..record.tensor_stats import version_of
 from .accumulated_gradients import (
     AccumulatedGradients,
     GradientFate,

@@ -13,8 +13,8 @@ from ..compile.attach import CompiledRegions
 from ..device.device import is_on_device, without_modes
 from ..record.frame_writer import FrameReader, FrameWriter
 from ..record.names import inputs_of, outputs_of
+from ..record.recorded_row import RecordedRow, closed_marked
 from ..record.roots import ModuleInfo
-from ..record.rows import RecordedRow, closed_marked
 from .backward import BackwardHooks
 from .compiled_policy import CompiledPolicy
 from .global_hooks import RunningCalls

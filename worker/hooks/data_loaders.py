@@ -23,8 +23,8 @@ import torch
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
+from ..record.plain_tensor import version_of
 from ..record.progress import FaultGuard, FaultRecorder
-from ..record.tensor_stats import version_of
 from .yielded_batches import LoaderPass, TensorPosition, YieldedBatch
 
 _PART = "data loaders"

@@ -17,7 +17,8 @@ from ...core.recorder.group_table import OPERATIONS, GroupPhase
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
-from ..record.group_slots import GroupCall, GroupTable, OperationPlace
+from ..record.group_operations import GroupTable
+from ..record.operation_place import GroupCall, OperationPlace
 
 
 class ReplacedMethod(NamedTuple):

@@ -24,10 +24,10 @@ from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_CODES, INF_BITS, PENDING, ValueEncoding
 from ..device.device import late_device
 from ..device.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..device.torch_reader import WaitingTensors
+from ..device.grouped_readings import WaitingTensors
 from ..record.collectives import count_issued, issued
-from ..record.group_slots import GroupCall
 from ..record.names import KWARGS, leaves_of
+from ..record.operation_place import GroupCall
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..record.tensor_stats import TensorStats

@@ -19,8 +19,8 @@ from ..patches import PatchLedger
 from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
 from ..record.frame_writer import FrameWriter
+from ..record.recorded_row import RecordedRow
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import RecordedRow
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks

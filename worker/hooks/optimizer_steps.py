@@ -23,9 +23,10 @@ from ...core.roles import Role, RoleKind, parse_role
 from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
+from ..record.plain_tensor import local_part
+from ..record.recorded_row import RecordedRow
 from ..record.roots import ModuleInfo, RankRoots
-from ..record.rows import RecordedRow
-from ..record.tensor_stats import local_part, measure
+from ..record.tensor_stats import measure
 from .loose_parameters import Loose
 from .rpc_optimizer import ScriptedOptimizer
 

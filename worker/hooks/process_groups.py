@@ -24,7 +24,8 @@ from ..device.device import is_on_device, late_device, may_have_devices
 from ..patches import PatchLedger
 from ..record.collectives import count_with
 from ..record.group_messages import NO_MESSAGE
-from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
+from ..record.group_operations import GroupTable
+from ..record.operation_place import GroupCall, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from .group_hooks import METHODS, NOT_EVERYWHERE, WAITS, GroupHooks, ReplacedMethod
 from .native_writer import difference

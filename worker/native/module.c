@@ -134,12 +134,12 @@ static PyMethodDef methods[] = {
      "of its encoding on. Raises TypeError and BufferError."},
     {"readings", METHOD(readings), METH_FASTCALL,
      "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
-     "The entries of GroupedReadings (worker/device/torch_reader.py) for the\n"
+     "The entries of GroupedReadings (worker/device/grouped_readings.py) for the\n"
      "WaitingTensors from `at` on, up to the first whose entries\n"
      "Python must make: `next`. Tensors and earlier numbers are appended to the lists. Raises TypeError and ValueError."},
     {"tables", METHOD(tables), METH_FASTCALL,
      "tables(entries, share_of, most, rows) -> (bytes, [(variant, programs, bytes), ...])\n\n"
-     "As `tables` of worker/device/triton_reader.py. Raises TypeError and ValueError."},
+     "As `tables` of worker/device/kernel_variants.py. Raises TypeError and ValueError."},
     {"use_driver", use_driver, METH_O,
      "use_driver(address) -> None\n\n"
      "The address of the driver's cuLaunchKernel, or of a function with its parameters. Raises TypeError."},

@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..device.device import without_modes
+from .plain_tensor import version_of
 from .roots import ModuleInfo
-from .tensor_stats import version_of
 
 next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", lambda: 0)
 """The number that the next node of this thread gets: each thread counts its own (torch/csrc/autograd/node.h)."""

@@ -19,7 +19,8 @@ from ...core.signal_errors import suppress_own
 from ...core.values import DTYPE_MAX, Value
 from ..device.device import without_modes
 from .collectives import ranks
-from .tensor_stats import local_part, measure, to_plain
+from .plain_tensor import local_part, to_plain
+from .tensor_stats import measure
 
 _MOST_LISTED = 4
 _MOST_ROWS = 16

@@ -25,7 +25,7 @@ from ...core.events.run_position import RunPosition
 from ...core.signal_errors import from_outside
 
 if TYPE_CHECKING:
-    from .group_slots import GroupTable  # it imports torch, and this file is needed before the script does
+    from .group_operations import GroupTable  # it imports torch, and this file is needed before the script does
 
 _modules = sys.modules
 _MOST_MOMENTS = 2048

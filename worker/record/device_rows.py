@@ -14,8 +14,8 @@ from ...core.signal_errors import from_outside
 from ..device.captured_rows import CAPTURED
 from ..device.device import StreamKey, device_for, has_reader, without_modes
 from ..device.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..device.file_copies import never_free
 from ..device.passed_readings import PassedReadings
-from ..device.stream_buffer import never_free
 from .collectives import issued
 from .notable import NotableFilter
 

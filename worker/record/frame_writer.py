@@ -17,8 +17,9 @@ from ...core.recorder.writer import OpenPage, RowTuple
 from .collectives import issued
 from .judging import AlarmRecorder
 from .progress import RunProgress
+from .recorded_row import RecordedRow
 from .roots import ModuleInfo, RankRoots
-from .rows import RecordedRow, RowWriter
+from .rows import RowWriter
 
 
 class FrameReader(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .autograd_graph import MOST_NODES, AutogradGraph
-from .tensor_stats import version_of
+from .plain_tensor import version_of
 
 MOST_BYTES = 64 << 20
 """A larger gradient is not kept alive: the script's memory is for its training."""

@@ -8,41 +8,39 @@ judged in the order in which they were written, so the order of arrival does not
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
 
 from ...core.errors import Code, ExitCode, OverflowDetected, coded
-from ...core.events.alarms import AbsorbedValue, Anomaly, IgnoredAlarm, LedNowhere, RangeWarning, ScalerSkip
+from ...core.events.alarms import Anomaly, LedNowhere, ScalerSkip
 from ...core.events.looked_again import LookedAgain, OptimizerStep
 from ...core.events.own_limits import SELF_CHECK, OwnFault
 from ...core.events.preflight_events import RankInventoryEvent
 from ...core.events.run_position import RunPosition
-from ...core.frames import LOSS_CLASS, Frame, FramePhase, Row, RowMark, module_text
+from ...core.frames import Frame, FramePhase, RowMark
 from ...core.guest.tell import say
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
 from ...core.recorder.layout import HeadField, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.roles import RoleKind, parse_role
+from ...core.roles import RoleKind
 from ...core.signal_errors import from_outside
-from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
 from .collectives import moments
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
 from .late_masks import LateMasks
-from .names import CALL
 from .notable import frames_to_judge
 from .passed import LatePassed
 from .progress import RunProgress
+from .raised_overflow import clause_of, ends_by_another_watch, raised_text
 from .rows import COUNT_EVERY, RowWriter
+from .value_notices import ValueNotices
 from .watch_pace import MOST
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_ANOMALIES = 64
-_MAX_WARNED = 256
 _MAX_SCALED = 4096
 _MAX_MOMENTS = 128
 
@@ -102,10 +100,7 @@ class AlarmRecorder:
         self._anomalies = 0
         self.first_alarmed = -1
         """Number of the page with the first alarm; -1 before it."""
-        self._warned: set[tuple[str, ...]] = set()
         self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, MOST if settings.every == "auto" else max(1, settings.every)))
-        self._hidden: set[tuple[str, ...]] = set()
-        self._absorbed: set[tuple[str, ...]] = set()
         self._scaled: list[NonFiniteRow] = []
         self._late = self._rows.late_pages
         self._to_judge: set[int] = set()
@@ -114,7 +109,8 @@ class AlarmRecorder:
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
         self._device_recorded = False
-        self.held = HeldAlarm(self._trained, self._progress, self.alarm, self._led_nowhere, has_run)
+        self._notices = ValueNotices(self._progress, self._rows.rule_for)
+        self.held = HeldAlarm(self._trained, self._progress, self.alarm, self._notices.led_nowhere, has_run)
         """The rows that raise no alarm yet; none with --sync."""
 
     # -- frames -------------------------------------------------------------------------------------------------
@@ -260,21 +256,21 @@ class AlarmRecorder:
         judged.next = frame.index + 1
         found = judged.so_far.judge(frame, self._limits)
         for row in found.hidden:
-            self._hide(NonFiniteRow(page, frame, row))
+            self._notices.hide(NonFiniteRow(page, frame, row))
         for kind, row in found.warnings:
             if kind == "zero":
                 root = self._recorder.names.root_label(page.root)
                 if not self._zeros.has_vanished(root, frame.module, row.role, page.batch):
                     continue
                 kind = "underflow"
-            self._warn(kind, page, frame, row)
+            self._notices.warn(kind, page, frame, row)
         if found.scaled is not None:
-            self._out_of_line(name_of(NonFinite(found.scaled.flags)), page, frame, found.scaled)
+            self._notices.out_of_line(name_of(NonFinite(found.scaled.flags)), page, frame, found.scaled)
             if len(self._scaled) < _MAX_SCALED:
                 self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         for bad in found.absorbed:
             why: LedNowhere = "" if bad.out_of_mask else "taken away"
-            self._led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
+            self._notices.led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
         if found.alarm is not None:
             bad_row = NonFiniteRow(page, found.of or frame, found.alarm)
             if not judged.alarmed and self._is_held_back(bad_row, frame):
@@ -333,7 +329,7 @@ class AlarmRecorder:
             moments=moments(_MAX_MOMENTS, where.seq) if not self._anomalies else (),
             collectives_before=noted or (),
         )
-        self._out_of_line(name_of(NonFinite(bad.row.flags)), *bad)
+        self._notices.out_of_line(name_of(NonFinite(bad.row.flags)), *bad)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
@@ -354,34 +350,6 @@ class AlarmRecorder:
             message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
             self._recorder.append(OwnFault(where, what, message))
             return None
-
-    def _hide(self, bad: NonFiniteRow) -> None:
-        """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
-        self._fields[HeadField.IGNORED] += 1
-        page, frame, row = bad
-        if self._is_first(self._hidden, bad):
-            rule = self._rows.rule_for(frame.module, row.role)
-            where = self._progress.where_of(page, frame)
-            self._recorder.append(IgnoredAlarm(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
-
-    def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> None:
-        """Count a bad value that led nowhere, and record an event for the first of its module and role.
-
-        `by`: the module that has taken it away.
-        """
-        self._fields[HeadField.ABSORBED] += 1
-        page, frame, row = bad
-        if len(self._absorbed) < _MAX_WARNED and self._is_first(self._absorbed, bad):
-            where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
-            self._recorder.append(AbsorbedValue(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
-
-    def _is_first(self, known: set[tuple[str, ...]], row: NonFiniteRow, kind: str = "") -> bool:
-        """Whether a row is the first of its module, role and kind. The next one is not."""
-        key = (kind, self._recorder.names.root_label(row.page.root), row.frame.module, row.row.role)
-        if key in known:
-            return False
-        known.add(key)
-        return True
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
@@ -420,62 +388,5 @@ class AlarmRecorder:
             self._asked("log_to", where, self.before_raise, found)
             if ends_by_another_watch():
                 return
-            launched = bool(self._progress.settings.recorder_dir)
-            text = f"gpuwatch: {found}; {_LAUNCHED if launched else _ALONE} {_GO_ON}"
+            text = raised_text(found, launched=bool(self._progress.settings.recorder_dir))
             raise OverflowDetected(self._progress.in_users_words(text))
-
-    def _out_of_line(self, what: str, page: OpenPage, frame: Frame, row: Row) -> None:
-        place = f"{shown_name(row.role)} of {module_text(frame.module, frame.cls)}"
-        self._progress.alert(self._progress.where_of(page, frame), f"{what} in {place}")
-
-    # -- near overflow and underflow ----------------------------------------------------------------------------
-
-    def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
-        self._fields[HeadField.WARNED] += 1
-        if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
-            if kind == "near overflow":
-                self._out_of_line(kind, page, frame, row)
-            self._recorder.append(
-                RangeWarning(
-                    self._progress.where_of(page, frame),
-                    kind,
-                    frame.module,
-                    frame.cls,
-                    frame.phase,
-                    row.role,
-                    row.dtype,
-                    abs_max=row.abs_max,
-                    headroom=row.headroom,
-                    zeros=row.zeros,
-                    subnormals=row.subnormals,
-                )
-            )
-
-
-def ends_by_another_watch() -> bool:
-    """Whether the call ends by what another watch of the model has raised. torch warns of what later hooks raise."""
-    # this runs in a hook that torch calls while it handles that error (_call_impl, always_call)
-    error = sys.exc_info()[1]
-    at = error.__traceback__ if isinstance(error, OverflowDetected) else None
-    return at is not None and at.tb_frame.f_code is CALL  # else the script handles an earlier one
-
-
-_LAUNCHED = "the combined report follows when all ranks have ended."
-_ALONE = "report() of the watch shows the frames."
-_GO_ON = "To go on training after an overflow: --on-overflow continue"
-
-
-def clause_of(anomaly: Anomaly, made: str = "") -> str:
-    """What a rank has found, for the message of its OverflowDetected. `made`: where it was made, as a clause."""
-    cause = f" ({anomaly.cause})" if anomaly.cause else ""
-    if anomaly.phase == FramePhase.LOSS:
-        when = "backward" if anomaly.where.root == LOSS_CLASS else "after the forward of batch"
-        where = f"the loss, {when} {anomaly.where.batch}"
-        return f"rank {anomaly.where.rank}: {anomaly.value} in {where}{cause}{f'; {made}' if made else ''}"
-    module = module_text(anomaly.module, anomaly.cls)
-    is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
-    handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
-    return (
-        f"rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
-        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}{f'; {made}' if made else ''}"
-    )

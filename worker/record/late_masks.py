@@ -13,11 +13,12 @@ import torch
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ..device.device import is_on_device, without_modes
+from .float_formats import FLOATS
 from .names import inputs_of
 from .notable import slots_of_masks
+from .plain_tensor import unwrapped
 from .roots import ModuleInfo
 from .rows import RowWriter
-from .tensor_stats import FLOATS, unwrapped
 
 _MOST_PAGES = 64
 """Pages with -inf that are looked through for masks: a model's masks are all in its first batches."""

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree
 
 from ..device.device import is_on_device
-from .tensor_stats import is_foreign, unwrapped
+from .plain_tensor import is_foreign, unwrapped
 
 if TYPE_CHECKING:
     from torch import nn

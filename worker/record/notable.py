@@ -18,7 +18,8 @@ from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
 from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, PENDING, SHARE, NonFinite, ValueEncoding
-from .tensor_stats import CODES, FLOATS, measure
+from .float_formats import CODES, FLOATS
+from .tensor_stats import measure
 
 try:
     from ..native.core import may_be_notable as _may_be_notable

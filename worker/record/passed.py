@@ -27,11 +27,12 @@ from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..device.device import is_on_device, without_modes
 from ..device.passed_readings import PassedReading, PassedReadings
 from .bad_elements import NO_LOOK, CloserLook, KeptSummands
+from .float_formats import CODES, FLOATS, FloatFormat
 from .group_messages import NO_MESSAGE, GroupSlot, message_of
 from .late_masks import ClosedMask, LateMasks
 from .progress import RunProgress
 from .rows import RowWriter
-from .tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
+from .tensor_stats import TensorStats, in_memory, measure
 
 NOT_LOOKED, NOT_FINITE = -1, -2
 _ENCODINGS = {CODES[dtype]: kind.meta >> 8 & 0xFF for dtype, kind in FLOATS.items()}

@@ -27,7 +27,7 @@ from ...core.signal_errors import from_outside
 from ..patches import PatchLedger
 from .collectives import issued, position
 from .error_text import MESSAGE_CHARACTERS, TRACEBACK_CHARACTERS, error_texts
-from .group_slots import GroupTable
+from .group_operations import GroupTable
 from .roots import RootInfo
 from .value_jumps import ValueJumps
 from .watch_pace import WatchPace

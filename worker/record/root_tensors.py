@@ -27,10 +27,12 @@ from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ..device.device import ToHost, device_for, has_reader, is_on_device, to_host, without_modes
+from .float_formats import FLOATS
 from .frame_writer import FrameWriter
 from .names import walk
+from .plain_tensor import version_of
 from .roots import RootInfo
-from .tensor_stats import FLOATS, place_of, version_of
+from .tensor_stats import place_of
 
 _norms_of = name_in_torch(
     "torch._foreach_norm", lambda tensors, power: [torch.linalg.vector_norm(each, power) for each in tensors]

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 
-from ...core.events.definitions import ShapeDef, SlotDef
-from ...core.events.own_limits import UnmeasuredTensor
 from ...core.events.run_position import RunPosition
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
-from ...core.recorder.writer import RowTuple
-from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.signal_errors import from_outside
-from ...core.values import PENDING, NonFinite
+from ...core.values import PENDING
 from ..device.captured_rows import CAPTURED
 from ..device.device import is_on_device, late_device
 from ..device.device_buffer import DeviceRow
 from ..device.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
-from .device_rows import DeviceRows
-from .names import ModuleSelection, inputs_of
-from .roots import ModuleInfo, is_released, shards_of
-from .tensor_stats import (
-    CODES,
-    FloatFormat,
-    TensorReading,
-    TensorStats,
-    has_numbers,
-    hides_floats,
-    in_memory,
-    is_foreign,
-    is_unfinished,
-    measure,
-    place_of,
-    stats_in_memory,
-    unwrapped,
-    version_of,
-)
+from .float_formats import CODES, FloatFormat
+from .named_rows import NamedRows
+from .names import inputs_of
+from .plain_tensor import has_numbers, is_unfinished, version_of
+from .recorded_row import RecordedRow
+from .roots import ModuleInfo, is_released
+from .tensor_stats import TensorReading, TensorStats, in_memory, measure, place_of, stats_in_memory
+from .unmeasured_rows import UnmeasuredRows
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""
-_MOST_UNFINISHED = 64
-"""Results of collectives in one batch that are looked at again."""
 COUNT_EVERY = 10
 """Zeros and subnormals are counted in one of this many batches."""
 
@@ -56,25 +37,6 @@ _TENSOR = torch.Tensor
 _ref = weakref.ref
 _MEASURED, _NOT_MEASURABLE = RowKind.MEASURED.number, RowKind.NOT_MEASURABLE.number
 _IGNORED = int(RowMark.IGNORED)
-_NEGINF, _CLOSED = int(NonFinite.NEGINF), int(RowMark.CLOSED)
-
-
-class RecordedRow(NamedTuple):
-    """A row as it is recorded. The numbers of a tensor on a device arrive later: until then `meta` is PENDING."""
-
-    packed: RowTuple
-    flags: int
-    fresh: bool
-    """The tensor was read for this row, not for an earlier one of the page."""
-    high: int = 0
-    meta: int = 0
-    notable: bool = False
-    """Its frame must be judged."""
-
-    @property
-    def pending(self) -> bool:
-        """Its numbers have not arrived from the device."""
-        return self.meta == PENDING
 
 
 def _has_moved(tensor: torch.Tensor, address: int) -> bool:
@@ -117,10 +79,9 @@ _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
 
 
 @dataclass(eq=False, repr=False)
-class RowWriter(DeviceRows):
+class RowWriter(NamedRows):
     """Reads tensors and writes their numbers into the current page."""
 
-    _selection: ModuleSelection
     _where: Callable[[], RunPosition]
 
     def __post_init__(self) -> None:
@@ -129,29 +90,20 @@ class RowWriter(DeviceRows):
         self.by_memory: dict[tuple[int, int, int], _Seen] = {}
         """(address, elements, dtype code) -> how it was last seen. Live tensors with one key share their elements."""
         self.weights: dict[int, _Weight] = {}
-        self.shapes: dict[tuple[int, ...], int] = {}
-        self._slots = 0
-        self.argument_slots: Any = numpy.zeros(1024, bool)
-        """By slot, at least as long as there are slots: whether it is about an argument of a call."""
         self._many = _FEW
-        self.ignored: dict[int, str] = {}
-        """slot -> the rule that covers it."""
         self.changed: dict[int, _Seen] = {}
         """id of a tensor -> how it was last seen, for arguments of this call that were changed in place."""
         self._late = late_device()
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
-        self._unmeasured_told = False
-        self._unfinished: list[tuple[weakref.ref[Any], int]] = []
-        """(tensor, slot of its row) of results of collectives that were not there: see `is_unfinished`."""
-        self._gathered: dict[int, bool] = {}
-        """By slot of a weight that cannot be read: see `_is_gathered`."""
+        self._unmeasured = UnmeasuredRows(self._recorder, self._where)
+        self._note_unmeasured, self.look_at_unfinished = self._unmeasured.note, self._unmeasured.look_at_unfinished
         self._first_after = 0
         """The first value of the page that was read after the last collective."""
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
-        if self._unfinished:
+        if self._unmeasured.unfinished:
             self.look_at_unfinished()
         # addresses and ids are used again in the next batch
         self.seen.clear()
@@ -167,52 +119,6 @@ class RowWriter(DeviceRows):
     def count_in(self, batch: int) -> None:
         """Count zeros and subnormals in this batch or not. It depends on the batch alone: all ranks do the same."""
         self.count = batch % COUNT_EVERY == 0
-
-    # -- ids of names -------------------------------------------------------------------------------------------
-
-    def slot(self, info: ModuleInfo, role: str) -> int:
-        """The id of (module, role). A new one is recorded."""
-        slot = info.slots.get(role)
-        if slot is None:
-            slot = info.slots[role] = self._slots
-            self._slots += 1
-            if slot >= len(self.argument_slots):
-                self.argument_slots = numpy.concatenate((self.argument_slots, numpy.zeros_like(self.argument_slots)))
-            self.argument_slots[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
-            self._recorder.append(SlotDef(slot, info.id, role), name=True)
-            rule = self._selection.ignored_by(info.name, role)
-            if rule is not None:
-                self.ignored[slot] = rule
-        return slot
-
-    def _shape(self, tensor: torch.Tensor) -> int:
-        try:
-            return self._shape_of(tensor.shape)
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # a nested tensor has no shape, a traced one a symbolic one
-            if from_outside(error):
-                raise
-            return NOTHING
-
-    def _shape_of(self, dims: tuple[int, ...]) -> int:
-        shape = self.shapes.get(dims)
-        if shape is None:
-            dims = tuple(dims)
-            try:
-                numbers = tuple(int(dim) for dim in dims)
-            except Exception as error:  # one dimension of a jagged tensor is symbolic
-                if from_outside(error):
-                    raise
-                return NOTHING
-            shape = self.shapes[dims] = len(self.shapes)
-            self._recorder.append(ShapeDef(shape, numbers), name=True)
-        return shape
-
-    def rule_for(self, module: str, role: str) -> str:
-        """The --ignore rule that covers a row; "" if there is none."""
-        return self._selection.ignored_by(module, role) or ""
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -458,71 +364,3 @@ class RowWriter(DeviceRows):
             self._note_unmeasured(slot, tensor, mark, info)
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), kind.number, mark)
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
-
-    def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int, info: ModuleInfo | None) -> None:
-        """A tensor could not be read. The first one that may hide an overflow is recorded as an event.
-
-        Two kinds hide none: a frozen weight, as a bad one shows in what its module returns; and a weight that FSDP2
-        gathers from shards that can be read. A result that a collective still writes into is looked at later
-        (`look_at_unfinished`). `info`: the module, if it is a weight.
-        """
-        if self._unmeasured_told or mark & _IGNORED:
-            return
-        if is_unfinished(tensor) and len(self._unfinished) < _MOST_UNFINISHED:
-            self._unfinished.append((_ref(tensor), slot))
-            return
-        names = self._recorder.names
-        role = names.slots[slot].role
-        is_frozen = parse_role(role).kind is RoleKind.WEIGHT and not tensor.requires_grad
-        if not is_frozen and not self._is_gathered(slot, info) and hides_floats(tensor):
-            self._tell_unmeasured(slot, tensor)
-
-    def _tell_unmeasured(self, slot: int, tensor: torch.Tensor) -> None:
-        if not self._unmeasured_told:
-            self._unmeasured_told = True
-            names, dtype = self._recorder.names, str(tensor.dtype).removeprefix("torch.")
-            role, module = names.slots[slot].role, names.modules[names.slots[slot].module]
-            self._recorder.append(UnmeasuredTensor(self._where(), module.name, module.cls, role, dtype))
-
-    def look_at_unfinished(self) -> None:
-        """Look again at results that were not there when their module returned. Waits for none of them.
-
-        A result that is gone was used by something that has waited for it, and whose rows show it. So is one on a
-        device for which the script has waited. One that is bad, or that nobody has waited for, counts as not measured.
-        """
-        unfinished, self._unfinished = self._unfinished, []
-        for ref, slot in unfinished:
-            tensor = ref()
-            if tensor is not None and (
-                is_unfinished(tensor) or (not is_on_device(tensor) and measure(tensor).meta & 0xFF)
-            ):
-                self._tell_unmeasured(slot, tensor)
-
-    def _is_gathered(self, slot: int, info: ModuleInfo | None) -> bool:
-        """Whether FSDP2 makes a weight of this slot in each forward, of shards that can be read."""
-        module = info.ref() if info is not None else None
-        if info is None or module is None:
-            return False
-        known = self._gathered.get(slot)
-        if known is None:
-            role = self._recorder.names.slots[slot].role
-            shards = shards_of(info.root.ref(), module)
-            known = any(role_of_parameter(name) == role and has_numbers(shard) for name, shard in shards)
-            self._gathered[slot] = known
-        return known
-
-
-def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
-    """The row of an argument, with `RowMark.CLOSED` if it is a mask in host memory that is -inf throughout in one row.
-
-    Softmax makes nan of such a row. Called only for a call that has returned nan. Other rows are returned as they are.
-    """
-    if row.flags != _NEGINF or not isinstance(leaf, torch.Tensor) or is_on_device(leaf) or leaf.dim() == 0:
-        return row
-    leaf = unwrapped(leaf)
-    if is_foreign(type(leaf)) or leaf.layout != torch.strided or leaf.is_nested:
-        return row
-    if not bool((leaf.detach() == -math.inf).all(-1).any()):
-        return row
-    slot, value, shape, dtype, kind, mark = row.packed
-    return row._replace(packed=(slot, value, shape, dtype, kind, mark | _CLOSED))

@@ -18,8 +18,8 @@ from ...core.values import Value
 from ..device.device import is_on_device
 from .frame_writer import FrameWriter
 from .names import outputs_of
+from .recorded_row import RecordedRow
 from .roots import ModuleInfo, RootInfo
-from .rows import RecordedRow
 from .tensor_stats import measure
 
 _SKIPPED = int(RowMark.SKIPPED)

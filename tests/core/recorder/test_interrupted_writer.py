@@ -12,10 +12,11 @@ from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.recorder_file import RecorderFile
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.tests.interruptions import all_of, interrupt
 
-CODES = all_of(RecorderWriter)
+CODES = all_of(RecorderWriter, RecorderFile)
 
 
 class Recording:

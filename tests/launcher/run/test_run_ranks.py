@@ -10,7 +10,7 @@ import time
 import pytest
 from gpuwatch.core.host import host_name
 from gpuwatch.core.identity import number_of_process, pid_of_number
-from gpuwatch.core.recorder import writer
+from gpuwatch.core.recorder import recorder_file, writer
 from gpuwatch.core.recorder.layout import HeadField, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.run_folder import process_file
@@ -21,7 +21,7 @@ from gpuwatch.launcher.run.run_ranks import HostRanks
 def record(monkeypatch, pid, path, attempt=0, **fields):
     """What such a process would leave as rank 0."""
     with monkeypatch.context() as patch:
-        patch.setattr(writer.os, "getpid", lambda: pid)
+        patch.setattr(recorder_file.os, "getpid", lambda: pid)
         sizes = {"log_bytes": 1 << 16, "segments": 2}
         made = writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=attempt, **sizes)
     for name, value in fields.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.device.device_buffer import DeviceRow, DeviceStatsBuffer
-from gpuwatch.worker.device.torch_reader import WaitingTensors
+from gpuwatch.worker.device.grouped_readings import WaitingTensors
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.record.names import leaves_of
 from gpuwatch.worker.record.progress import RecorderLock

@@ -16,7 +16,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.device import stream_buffer
+from gpuwatch.worker.device import file_copies
 from gpuwatch.worker.device.device import CudaDevice, file_system_of
 
 from .one_by_one import OneByOne
@@ -212,7 +212,7 @@ def test_a_buffer_that_nobody_closes_gives_the_drivers_memory_back(tmp_path, sta
     gc.collect()
 
     assert late.unregistered == (state == "idle")
-    kept = [ctypes.addressof(anchor) for anchor in stream_buffer._unmapped_never]
+    kept = [ctypes.addressof(anchor) for anchor in file_copies._unmapped_never]
     assert (address in kept) == (state != "idle")  # else another recorder might be where the device writes
 
 

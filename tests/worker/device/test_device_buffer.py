@@ -15,8 +15,9 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, NonFinite, Value, ValueEncoding, headroom
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.device.stream_buffer import runs
-from gpuwatch.worker.device.torch_reader import KINDS, TorchReader
+from gpuwatch.worker.device.file_copies import runs
+from gpuwatch.worker.device.tensor_source import KINDS
+from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.record.notable import NotableFilter
 from gpuwatch.worker.record.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -731,7 +732,7 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
 
 
 def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(recorder, monkeypatch):
-    monkeypatch.setattr("gpuwatch.worker.device.stream_buffer._MOST_COMPARED", 0)
+    monkeypatch.setattr("gpuwatch.worker.device.file_copies._MOST_COMPARED", 0)
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)
@@ -804,7 +805,7 @@ def test_a_flush_brings_what_is_there_and_the_segment_goes_on(recorder, device):
 
 
 def test_what_was_flushed_is_not_copied_again(recorder, monkeypatch):
-    monkeypatch.setattr("gpuwatch.worker.device.stream_buffer._MOST_COMPARED", 0)
+    monkeypatch.setattr("gpuwatch.worker.device.file_copies._MOST_COMPARED", 0)
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)

@@ -13,9 +13,12 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.tests.interruptions import all_of, interrupt
-from gpuwatch.worker.device import stream_buffer
+from gpuwatch.worker.device import file_copies
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.device.stream_buffer import FileCopies, StreamBuffer
+from gpuwatch.worker.device.file_copies import FileCopies
+from gpuwatch.worker.device.queued_rows import QueuedRows
+from gpuwatch.worker.device.reader_choice import ReaderChoice
+from gpuwatch.worker.device.stream_buffer import StreamBuffer
 from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.record.tensor_stats import measure
 
@@ -23,9 +26,9 @@ from .one_by_one import OneByOne
 
 pytestmark = pytest.mark.quick_here(3)
 
-CODES = all_of(DeviceStatsBuffer, StreamBuffer, FileCopies, RecorderWriter.value, RecorderWriter.values, TorchReader)
-CODES |= all_of(RecorderWriter.continue_segment, RecorderWriter.resume_page)
-ARRIVES = all_of(FileCopies, stream_buffer._discard)
+CODES = all_of(DeviceStatsBuffer, QueuedRows, ReaderChoice, StreamBuffer, FileCopies, TorchReader, RecorderWriter.value)
+CODES |= all_of(RecorderWriter.values, RecorderWriter.continue_segment, RecorderWriter.resume_page)
+ARRIVES = all_of(FileCopies, file_copies._discard)
 
 
 class Readings:

@@ -20,22 +20,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
-from gpuwatch.worker.device.torch_reader import (
-    KINDS,
-    LARGEST,
-    GroupedReadings,
-    KnownWeight,
-    PackedRows,
-    TorchReader,
-    WaitingTensors,
-    _runs,
-    fresh_rows,
-    graph_numbers,
-    graph_source,
-    source_of,
-)
-from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader, _constants
-from gpuwatch.worker.record.tensor_stats import LOW_PRECISION, measure
+from gpuwatch.worker.device.grouped_readings import GroupedReadings, KnownWeight, PackedRows, WaitingTensors
+from gpuwatch.worker.device.kernel_variants import constants_of
+from gpuwatch.worker.device.tensor_source import KINDS, _runs, source_of
+from gpuwatch.worker.device.torch_reader import LARGEST, TorchReader, fresh_rows, graph_numbers, graph_source
+from gpuwatch.worker.device.triton_reader import _OPTIONS, TritonReader
+from gpuwatch.worker.record.float_formats import LOW_PRECISION
+from gpuwatch.worker.record.tensor_stats import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -540,7 +531,7 @@ def test_it_compiles_for_a_gpu(dtype, layout, how, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if layout and dtype not in (torch.float16, torch.int64):
         return
-    kind, _, constants = _constants(dtype, True, layout)
+    kind, _, constants = constants_of(dtype, True, layout)
     names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     tensor_type = names.get(kind.read_as) or str(kind.read_as).removeprefix("torch.").replace("uint", "u").replace(
         "int", "i"

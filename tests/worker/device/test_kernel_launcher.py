@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.worker.device.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher, KernelTrial, TrialWay, launch
-from gpuwatch.worker.device.torch_reader import KINDS, TensorSource, TorchReader
-from gpuwatch.worker.record.tensor_stats import LOW_PRECISION
+from gpuwatch.worker.device.tensor_source import KINDS, TensorSource
+from gpuwatch.worker.device.torch_reader import TorchReader
+from gpuwatch.worker.record.float_formats import LOW_PRECISION
 
 pytestmark = pytest.mark.skipif(launch is None, reason="worker/native was not built where gpuwatch was installed")
 

@@ -54,7 +54,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """A late device on which every tensor is, and the launches of its reader."""
     driver, kernels = LateDevice(7), Kernels()
     use_late_device(monkeypatch, driver)
-    monkeypatch.setattr("gpuwatch.worker.device.device_buffer.TorchReader", lambda: TritonReader(kernels))
+    monkeypatch.setattr("gpuwatch.worker.device.reader_choice.TorchReader", lambda: TritonReader(kernels))
     return kernels
 
 

@@ -17,7 +17,8 @@ from gpuwatch.tests.fakes.kernel_faults import FAULTS, MissingTail, NanUncounted
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.kernel_launcher import launch
-from gpuwatch.worker.device.torch_reader import TensorSource, TorchReader, fresh_rows, source_of
+from gpuwatch.worker.device.tensor_source import TensorSource, source_of
+from gpuwatch.worker.device.torch_reader import TorchReader, fresh_rows
 from gpuwatch.worker.device.triton_reader import TritonReader
 from gpuwatch.worker.record.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode

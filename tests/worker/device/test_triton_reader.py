@@ -7,9 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpuwatch.worker.device.grouped_readings import GroupedReadings, WaitingTensors
 from gpuwatch.worker.device.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
-from gpuwatch.worker.device.torch_reader import KINDS, GroupedReadings, WaitingTensors, fresh_rows, source_of
-from gpuwatch.worker.device.triton_reader import TritonReader, _constants, launch_reads, layout_of, read_key
+from gpuwatch.worker.device.kernel_variants import constants_of, layout_of, read_key
+from gpuwatch.worker.device.tensor_source import KINDS, source_of
+from gpuwatch.worker.device.torch_reader import fresh_rows
+from gpuwatch.worker.device.triton_reader import TritonReader, launch_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -244,7 +247,7 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
             [data.draw(size) for _ in range(3)],
             data.draw(st.booleans()),
         )
-        _, _, constants = _constants(dtype, count, layout_of(sizes[0], sizes[2]))
+        _, _, constants = constants_of(dtype, count, layout_of(sizes[0], sizes[2]))
         key = read_key(dtype, count, -1, tensor.data_ptr(), rows.data_ptr(), *sizes)
         _, specialisation, _ = bind(tensor.view(kind.read_as), rows, position, *sizes, *constants)
         return key, specialisation

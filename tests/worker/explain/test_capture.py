@@ -33,7 +33,7 @@ def captures(watch, tmp_path):
 
     def run(model, *args, meanwhile=lambda: None, limit_s=None, **settings):
         watched = watch(on_overflow="abort", capture=str(tmp_path / "run"), **settings)
-        watched.hooks.second_runs.limit_s = limit_s or watched.hooks.second_runs.limit_s
+        watched.hooks.second_runs.rerun.limit_s = limit_s or watched.hooks.second_runs.rerun.limit_s
         with pytest.raises(OverflowDetected):
             model(*(args or (torch.ones(2, 4),)))
             model(*(args or (torch.ones(2, 4),)))  # a late device's numbers have arrived by then

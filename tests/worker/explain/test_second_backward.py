@@ -329,7 +329,7 @@ def test_one_that_hangs_is_abandoned(watch):
     watched, net, seen = watch(on_overflow="abort"), Net(Fault(hangs)), []
     net.enter.weight.register_hook(seen.append)
     hooks = net.enter.weight._backward_hooks
-    watched.hooks.second_runs.limit_s = 0.05
+    watched.hooks.second_runs.rerun.limit_s = 0.05
     try:
         step(net)
         assert ran(watched).unknown == "a second run of the forward and its backward took longer than 0.05 s"

@@ -155,7 +155,7 @@ def test_a_second_run_that_stays_finite(watch):
 
 def test_a_deadline_ends_the_wait(watch):
     watched, go = watch(on_overflow="abort"), threading.Event()
-    watched.hooks.second_runs.limit_s = 0.1
+    watched.hooks.second_runs.rerun.limit_s = 0.1
     ran = ends(watched, Fault(lambda call: call > 1 and go.wait()))
     go.set()
     assert ran.unknown == "a second run of the forward took longer than 0.1 s"

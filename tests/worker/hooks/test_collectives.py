@@ -29,7 +29,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
 from gpuwatch.tests.waiting import until
-from gpuwatch.worker.record.group_slots import GroupTable
+from gpuwatch.worker.record.group_operations import GroupTable
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 faults = []

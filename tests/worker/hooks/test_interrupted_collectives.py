@@ -14,7 +14,9 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.worker.hooks.group_hooks import METHODS, GroupHooks
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
-from gpuwatch.worker.record import group_slots
+from gpuwatch.worker.record import group_operations
+from gpuwatch.worker.record.group_operations import GroupTable
+from gpuwatch.worker.record.group_slots import HeldSlots
 from torch import distributed as dist
 
 
@@ -33,7 +35,7 @@ def bare_table(tmp_path, alone_in_a_group, monkeypatch):
     monkeypatch.setattr("gpuwatch.worker.hooks.group_hooks.from_outside", lambda error: isinstance(error, Told))
     recorder = RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0, segments=2)
     reader = RecorderReader(recorder.path)
-    yield SimpleNamespace(groups=group_slots.GroupTable(recorder), reader=reader, faults=[])
+    yield SimpleNamespace(groups=GroupTable(recorder), reader=reader, faults=[])
     reader.close()
     recorder.close()
 
@@ -66,9 +68,8 @@ def state(table):
 
 def places(handler):
     """Runs a collective again and again, interrupted at each place of ours until it is issued."""
-    codes = all_of(
-        group_slots.GroupTable, group_slots.described, dist.ProcessGroup.allreduce, CollectivePatches._begin_of
-    )
+    codes = all_of(GroupTable, HeldSlots, group_operations.described)
+    codes |= all_of(dist.ProcessGroup.allreduce, CollectivePatches._begin_of)
     for at in range(1000):
         where = interrupt(codes, lambda: dist.all_reduce(torch.ones(2)), handler, at)
         if not where:
@@ -80,7 +81,7 @@ def test_one_that_was_not_issued_is_not_counted(table):
     issued = seen = 0
     dist.all_reduce(torch.ones(2))
     for at in range(1000):
-        codes = all_of(group_slots.GroupTable, dist.ProcessGroup.allreduce, CollectivePatches._begin_of)
+        codes = all_of(GroupTable, HeldSlots, dist.ProcessGroup.allreduce, CollectivePatches._begin_of)
         before = state(table)[0]
         try:
             where = interrupt(codes, lambda: dist.all_reduce(torch.ones(2)), tell, at)
@@ -174,7 +175,7 @@ def in_c(table):
 @pytest.mark.parametrize(("times", "noted"), [(1, 1), (16, 1), (17, 0)])
 def test_a_note_in_c_that_a_handler_interrupts_is_begun_again(bare_table, monkeypatch, times, noted):
     """The operation is issued once and counted once, and what the handler has raised comes after it."""
-    described, calls = interrupted(group_slots.described, times)
+    described, calls = interrupted(group_operations.described, times)
     monkeypatch.setattr("gpuwatch.worker.hooks.process_groups.described", described)
     with in_c(bare_table):
         with pytest.raises(Told):

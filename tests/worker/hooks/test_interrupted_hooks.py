@@ -7,18 +7,22 @@ from functools import partial
 import gpuwatch.worker.hooks.optimizer as optimizer_hooks
 import pytest
 import torch
+from gpuwatch.core.recorder.recorder_file import RecorderFile
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.worker.hooks.backward import BackwardHooks
 from gpuwatch.worker.record.frame_writer import FrameWriter
+from gpuwatch.worker.record.named_rows import NamedRows
 from gpuwatch.worker.record.rows import RowWriter
+from gpuwatch.worker.record.unmeasured_rows import UnmeasuredRows
 from torch import nn
 
 from ..models import tanh_net as net
 
 pytestmark = pytest.mark.quick_here(12)
 
-CODES = all_of(RecorderWriter, RowWriter, FrameWriter, BackwardHooks, optimizer_hooks.OptimizerHooks)
+CODES = all_of(RecorderWriter, RecorderFile, RowWriter, NamedRows, UnmeasuredRows, FrameWriter, BackwardHooks)
+CODES |= all_of(optimizer_hooks.OptimizerHooks)
 X = torch.ones(3, 4)
 
 

@@ -15,18 +15,10 @@ from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.device import torch_reader as device_reader
-from gpuwatch.worker.device import triton_reader
+from gpuwatch.worker.device import grouped_readings, kernel_variants, triton_reader
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.device.torch_reader import (
-    ENTRY,
-    KINDS,
-    GroupedReadings,
-    KnownWeight,
-    PackedRows,
-    WaitingTensors,
-    source_of,
-)
+from gpuwatch.worker.device.grouped_readings import ENTRY, GroupedReadings, KnownWeight, PackedRows, WaitingTensors
+from gpuwatch.worker.device.tensor_source import KINDS, source_of
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.record import notable
 from gpuwatch.worker.record.notable import NotableFilter
@@ -114,7 +106,7 @@ def test_the_same_entries_for_the_same_tensors(data: st.DataObject) -> None:
         for each in data.draw(st.lists(items))
     ]
     native = GroupedReadings(waiting, CPU)
-    with mock.patch.object(device_reader, "_is_native", False):
+    with mock.patch.object(grouped_readings, "_is_native", False):
         python = GroupedReadings(waiting, CPU)
     assert list(ENTRY.iter_unpack(native.entries)) == list(ENTRY.iter_unpack(python.entries))
     assert native.earlier == python.earlier
@@ -181,7 +173,7 @@ def test_a_weight_that_was_moved_to_another_device_is_not_read_there(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
     """A kernel that reads memory of the host ends the run."""
-    monkeypatch.setattr(device_reader, "_is_native", native)
+    monkeypatch.setattr(grouped_readings, "_is_native", native)
     weight = torch.nn.Parameter(torch.ones(4))
     earlier = PackedRows(PACKED, PACKED.data_ptr()), 7
     known = KnownWeight(weakref.ref(weight), weight._version, 0, SimpleNamespace(packed=earlier))
@@ -192,9 +184,9 @@ def test_a_weight_that_was_moved_to_another_device_is_not_read_there(
 
 @pytest.mark.parametrize("exchange", [None, object(), "a capsule"])
 def test_where_torch_exports_no_tensors_to_c_python_does_it(monkeypatch: pytest.MonkeyPatch, exchange: object) -> None:
-    assert device_reader._reads_this_torch()
-    monkeypatch.setattr(device_reader, "_EXCHANGE", exchange)
-    assert not device_reader._reads_this_torch()
+    assert grouped_readings._reads_this_torch()
+    monkeypatch.setattr(grouped_readings, "_EXCHANGE", exchange)
+    assert not grouped_readings._reads_this_torch()
 
 
 @pytest.mark.parametrize("row", [SimpleNamespace(packed="nothing"), SimpleNamespace(packed=(1, 2)), None])
@@ -232,7 +224,7 @@ def test_the_same_launches_for_the_same_entries(found: list[tuple[int, ...]], mo
         return shares.setdefault(variant, share + len(shares))
 
     native = triton_reader._native_tables(packed, share_of, most, 256)
-    assert native == triton_reader.tables(packed, share_of, most, 256)
+    assert native == kernel_variants.tables(packed, share_of, most, 256)
     assert sum(len(table) for _, _, table in native[1]) == len(packed)
 
 
@@ -247,7 +239,7 @@ def test_every_value_of_a_segment_may_be_a_variant_of_its_own() -> None:
     codes = range(1, VALUES_PER_SEGMENT + 2)
     packed = [ENTRY.pack(code, 0, code, 16, 5, 5, 0, 0) for code in codes]
     most = b"".join(packed[:-1])
-    assert triton_reader._native_tables(most, lambda variant: 64, 3, 256) == triton_reader.tables(
+    assert triton_reader._native_tables(most, lambda variant: 64, 3, 256) == kernel_variants.tables(
         most, lambda _: 64, 3, 256
     )
     with pytest.raises(ValueError, match="too many variants"):

@@ -20,9 +20,10 @@ from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.compile.dynamo import TensorReading
 from gpuwatch.worker.device import kernel_launcher
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.device.grouped_readings import ENTRY, KnownWeight, PackedRows, WaitingTensors
 from gpuwatch.worker.device.kernel_launcher import LAUNCHED_KERNEL
-from gpuwatch.worker.device.torch_reader import ENTRY, KnownWeight, PackedRows, TorchReader, WaitingTensors
-from gpuwatch.worker.device.triton_reader import read_key
+from gpuwatch.worker.device.kernel_variants import read_key
+from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.record.tensor_stats import TensorStats
 from torch import nn

@@ -11,8 +11,9 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.worker.record import host_reduce as bits
 from gpuwatch.worker.record import tensor_stats as measure_module
+from gpuwatch.worker.record.float_formats import CODES
 from gpuwatch.worker.record.host_reduce import CHUNK
-from gpuwatch.worker.record.tensor_stats import CODES, in_memory, measure
+from gpuwatch.worker.record.tensor_stats import in_memory, measure
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.device import device_buffer
+from gpuwatch.worker.device import queued_rows, reader_choice
 from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.hooks import native_writer
@@ -39,7 +39,7 @@ class CountingReader(TorchReader):
 def reader(monkeypatch):
     use_late_device(monkeypatch, LateDevice(3))
     found = CountingReader()
-    monkeypatch.setattr(device_buffer, "TorchReader", lambda: found)
+    monkeypatch.setattr(reader_choice, "TorchReader", lambda: found)
     return found
 
 
@@ -145,7 +145,7 @@ def test_with_process_groups_each_is_read_at_once(watched, reader, monkeypatch):
 
 
 def test_large_ones_do_not_wait(watched, reader, monkeypatch):
-    monkeypatch.setattr(device_buffer, "_MOST_HELD", 100)  # bytes: those of a layer have 80
+    monkeypatch.setattr(queued_rows, "_MOST_HELD", 100)  # bytes: those of a layer have 80
     assert backward(layers(), reader) == [1, 1, 1, 4, 1, 1, 4]
 
 

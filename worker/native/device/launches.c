@@ -127,7 +127,7 @@ static PyObject *truth(int is_true)
     return is_true ? Py_True : Py_False;
 }
 
-/* `read_key` of worker/device/triton_reader.py: NULL with an exception set. */
+/* `read_key` of worker/device/kernel_variants.py: NULL with an exception set. */
 static PyObject *key_of(const Reads *reads, const Source *source)
 {
     const int64_t inner = reads->stride != 0 ? reads->inner : source->elements;

@@ -1,4 +1,4 @@
-/* Where the tensors are that a launch on a device reads: GroupedReadings._entry of worker/device/torch_reader.py for
+/* Where the tensors are that a launch on a device reads: GroupedReadings._entry of worker/device/grouped_readings.py for
    ordinary tensors and weights. */
 
 #include "readings.h"

@@ -29,7 +29,7 @@ typedef struct {
     int64_t rank;    /* this rank's number in the group */
 } GroupSlot;
 
-enum { NO_MESSAGE = -1, NOT_LOOKED = -1, NOT_FINITE = -2 }; /* as in worker/record/group_slots.py and passed.py */
+enum { NO_MESSAGE = -1, NOT_LOOKED = -1, NOT_FINITE = -2 }; /* as in worker/record/group_messages.py and passed.py */
 
 /* What some tensors hold: the bits of the largest number, or one of the above, and the code of its dtype. */
 typedef struct {
@@ -73,7 +73,7 @@ typedef struct {
 } GroupWriter;
 
 /* Each of these returns 1 if the operation is noted, 0 if its group or work is not shown, -1 with an exception set. They
-   do what GroupTable (worker/record/group_slots.py) does under the same name. `tensor` may be NULL. */
+   do what GroupTable (worker/record/group_operations.py) does under the same name. `tensor` may be NULL. */
 int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t root, Place *place);
 int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, int64_t tag,
               Place *place);

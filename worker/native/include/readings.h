@@ -1,4 +1,4 @@
-/* The tensors that a launch on a device reads: worker/device/torch_reader.py. */
+/* The tensors that a launch on a device reads: worker/device/grouped_readings.py. */
 
 #ifndef GPUWATCH_READINGS_H
 #define GPUWATCH_READINGS_H
@@ -9,7 +9,7 @@
 /* readings(exchange, types, waiting, at, tensors, earlier, device type, device id), for Python. */
 PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
-/* tables(entries, share_of, most, rows), for Python: worker/device/triton_reader.py. */
+/* tables(entries, share_of, most, rows), for Python: worker/device/kernel_variants.py. */
 PyObject *tables(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
 #endif

@@ -115,7 +115,8 @@ def _pack(given: dict[str, Any]) -> None:
 
 def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given: dict[str, Any], element: str) -> None:
     """What all programs of a launch merge into a row, together."""
-    from gpuwatch.worker.device.torch_reader import TensorSource, TorchReader
+    from gpuwatch.worker.device.tensor_source import TensorSource
+    from gpuwatch.worker.device.torch_reader import TorchReader
 
     from .views import View
 
@@ -133,7 +134,7 @@ def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given
 @functools.cache
 def _dtype(kind: int, element: str) -> Any:
     import torch
-    from gpuwatch.worker.device.torch_reader import KINDS
+    from gpuwatch.worker.device.tensor_source import KINDS
 
     known = {"fp": "float", "bf": "bfloat", "in": "int", "ui": "uint", "i": "int", "u": "uint"}
     letters = element.rstrip("0123456789")
