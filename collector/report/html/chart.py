@@ -1,4 +1,4 @@
-"""The line chart of an overflow for the template to draw as SVG: abs max on a logarithmic axis, a line for each rank.
+"""The line chart of an overflow for the template to draw as SVG: abs max, a line for each rank.
 
 It shows the batches before the overflow, or the calls of its batch. Units are those of the viewBox.
 """
@@ -14,10 +14,10 @@ from ....core.values import DTYPE_MAX
 from ..model import RunReport
 from ..run_figures import ModuleForecast
 from ..side_by_side import rank_to_show, side_by_side
+from .value_axis import axis_of
 
 WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
-_MOST_TICKS = 7
 _MOST_LINES = 32
 _MORE_FOR_GROWTH = 0.25
 """A forecast that goes beyond the last batch may lengthen the axis by this share."""
@@ -138,16 +138,18 @@ def _draw(
     guide: float,
     forecast: ModuleForecast | None = None,
 ) -> OutputChart | None:
-    """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number."""
-    finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 < y < math.inf]
+    """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number.
+
+    What is not finite is marked above the axis, which holds the other values.
+    """
+    finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 <= y < math.inf]
     xs = [x for _, _, points in ranks for x, _ in points]
-    if not finite:
-        return None
     dtype, largest = limit
-    if largest is not None and max(finite) <= largest / 2**40:
+    if largest is not None and max(finite, default=0.0) <= largest / 2**40:
         largest = None
-    low, high = math.log10(min(finite)), math.log10(max(finite) if largest is None else max(*finite, largest))
-    low, high = (low - 0.15, high + 0.15) if high - low > 0.2 else (low - 0.5, high + 0.5)
+    axis = axis_of(finite, largest, logarithmic=forecast is not None)
+    if axis is None:
+        return None
     first, last = min(xs), max(xs)
     if forecast is not None:
         last = max(last, min(forecast.batch + forecast.after, last + (last - first) * _MORE_FOR_GROWTH))
@@ -155,8 +157,7 @@ def _draw(
 
     def place(x: float, y: float) -> Point:
         across = (x - first) / wide * (WIDTH - LEFT - RIGHT)
-        clipped = min(max(math.log10(y), low), high) if y > 0 else low
-        up = (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        up = axis.share(y) * (HEIGHT - TOP - BOTTOM)
         return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
     lines: list[RankLine] = []
@@ -175,7 +176,7 @@ def _draw(
         place(first, largest)[1] if largest is not None else None,
         f"{dtype} holds at most {format_number(largest).strip()}" if largest is not None else "",
         [(place(x, 1)[0], text) for x, text in x_ticks],
-        [(place(first, 10.0**power)[1], f"1e{power:+03d}") for power in powers(low, high)],
+        [(place(first, value)[1], text) for value, text in axis.ticks()],
         place(guide, 1)[0],
         _growth(forecast, int(guide), last, place) if forecast is not None else None,
     )
@@ -214,17 +215,6 @@ def svg_path(points: Iterable[Point | None]) -> str:
             parts.append(f"{'L' if drawing else 'M'}{point[0]:g} {point[1]:g}" + ("" if drawing else "h0"))
         drawing = point is not None
     return "".join(parts)
-
-
-def powers(low: float, high: float) -> list[int]:
-    """Powers of ten between two logarithms, at most `_MOST_TICKS` of them.
-
-    >>> powers(-0.2, 4.9)
-    [0, 1, 2, 3, 4]
-    """
-    first, last = math.ceil(low), math.floor(high)
-    every = max(1, math.ceil((last - first + 1) / _MOST_TICKS))
-    return list(range(first, last + 1, every))
 
 
 def even_ticks(first: int, last: int, most: int = 8) -> list[tuple[float, str]]:
