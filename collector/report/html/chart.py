@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ....core.frames import LOSS_MODULE, format_number
 from ....core.values import DTYPE_MAX
 from ..model import RunReport
-from ..run_figures import ModuleForecast
+from ..run_figures import ModuleForecast, ModuleHistory, RankSeries
 from ..side_by_side import rank_to_show, side_by_side
 from .value_axis import axis_of
 
@@ -62,7 +62,7 @@ class OutputChart(NamedTuple):
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     """(place, label)"""
-    guide: float
+    guide: float | None
     """x of a vertical line at the place that the verdict is about."""
     growth: DrawnGrowth | None = None
     width: int = WIDTH
@@ -81,28 +81,59 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
     named = next((series for series in history.ranks if series.rank == report.verdict.rank), None)
     if named is None or len(named.batches) < 2 or None not in named.abs_max:  # a gradient was bad, or a weight
         return None
-    ranks: list[RankValues] = []
-    for each in sorted(history.ranks, key=lambda each: each is named):
-        values = zip(each.batches, each.abs_max, strict=True)
-        ranks.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
-    first = min(series.batches[0] for series in history.ranks)
-    last = max(series.batches[-1] for series in history.ranks)
-    others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    first, last = _ends(history)
     told = next((each for each in report.forecasts if each.module == history.module), None)
     if told is not None and (told.dtype != history.dtype or not first <= told.batch < min(batch, last)):
         told = None
     what = f"output of {history.module or 'the root module'}" if history.module != LOSS_MODULE else "loss"
     return _draw(
         f"abs max of the {what}, batch by batch",
-        f"A line for each of {len(ranks)} ranks; rank {named.rank} is the thick one{others}. "
-        f"In batch {batch} it was no longer finite.",
+        f"{_whose_lines(history, named)} In batch {batch} it was no longer finite.",
         "batch",
-        ranks,
+        _values(history, named),
         even_ticks(first, last),
         (history.dtype, history.limit),
         batch,
         told,
     )
+
+
+def losses(report: RunReport) -> OutputChart | None:
+    """abs max of the loss over the batches, a line for each rank; None where that is the first picture, or unknown."""
+    history, batch = report.losses, report.verdict.batch
+    if history is None:
+        return None
+    named = next((series for series in history.ranks if series.rank == report.verdict.rank), history.ranks[0])
+    first, last = _ends(history)
+    if last - first < 1:
+        return None
+    return _draw(
+        "abs max of the loss, batch by batch",
+        _whose_lines(history, named),
+        "batch",
+        _values(history, named),
+        even_ticks(first, last),
+        (history.dtype, history.limit),
+        batch if batch is not None and first <= batch <= last else None,
+    )
+
+
+def _ends(history: ModuleHistory) -> tuple[int, int]:
+    """The first batch and the last one."""
+    return min(series.batches[0] for series in history.ranks), max(series.batches[-1] for series in history.ranks)
+
+
+def _values(history: ModuleHistory, named: RankSeries) -> list[RankValues]:
+    found: list[RankValues] = []
+    for each in sorted(history.ranks, key=lambda each: each is named):
+        values = zip(each.batches, each.abs_max, strict=True)
+        found.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
+    return found
+
+
+def _whose_lines(history: ModuleHistory, named: RankSeries) -> str:
+    others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    return f"A line for each of {len(history.ranks)} ranks; rank {named.rank} is the thick one{others}."
 
 
 def along_the_calls(report: RunReport) -> OutputChart | None:
@@ -135,7 +166,7 @@ def _draw(
     ranks: list[RankValues],
     x_ticks: Sequence[tuple[float, str]],
     limit: tuple[str, float | None],
-    guide: float,
+    guide: float | None,
     forecast: ModuleForecast | None = None,
 ) -> OutputChart | None:
     """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number.
@@ -177,8 +208,8 @@ def _draw(
         f"{dtype} holds at most {format_number(largest).strip()}" if largest is not None else "",
         [(place(x, 1)[0], text) for x, text in x_ticks],
         [(place(first, value)[1], text) for value, text in axis.ticks()],
-        place(guide, 1)[0],
-        _growth(forecast, int(guide), last, place) if forecast is not None else None,
+        place(guide, 1)[0] if guide is not None else None,
+        _growth(forecast, int(guide), last, place) if forecast is not None and guide is not None else None,
     )
 
 
