@@ -64,7 +64,8 @@ def absent(
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
         missed = f"never reached {where}, in which {who_waits(waiting, waited)}."
-        statement = whereabouts(ranks, positions or {}, missed, ended=ended)
+        others = f", in which {ranks_text(waiting)}"
+        statement = whereabouts(ranks, positions or {}, missed, others, ended=ended)
         now = f"Look at the line where {who} {'is' if one else 'are'}; the report has the stacks."
         next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED

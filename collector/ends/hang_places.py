@@ -35,11 +35,13 @@ def lines_text(ranks: Sequence[int], positions: Mapping[int, RankPosition]) -> s
     return f" at {joined(places)}" if all(places) and 0 < len(places) <= _MOST_LINES else ""
 
 
-def whereabouts(ranks: list[int], positions: Mapping[int, RankPosition], missed: str, *, ended: bool) -> str:
+def whereabouts(
+    ranks: list[int], positions: Mapping[int, RankPosition], missed: str, waiting: str, *, ended: bool
+) -> str:
     """`Rank 1 is at train.py:41 in main, after batch 4: time.sleep(9). It never reached all_reduce, in which ...`
 
-    `missed`: what they all did not do. Where a terminal's first lines would not hold who `waited`, the code of the
-    line is left out, then all but its place. Several ranks are somewhere together, or at lines of their own.
+    `missed`: what they all did not do. Where a terminal's first lines would not hold it up to those who are `waiting`,
+    the code of the line is left out, then all but its place. Several ranks are somewhere together, or at lines of their own.
     """
     one, known = len(ranks) == 1, [positions[rank] for rank in ranks if rank in positions]
     are = ("was" if one else "were") if ended else ("is" if one else "are")
@@ -48,7 +50,7 @@ def whereabouts(ranks: list[int], positions: Mapping[int, RankPosition], missed:
     told = [*(each.pop() for each in alike if len(each) == 1), lines_text(ranks, positions).strip()]
     sentences = [f"{capital(ranks, are, are)} {what}. {it} {missed}" for what in told if what]
     sentences = sentences or [f"{ranks_text(ranks).capitalize()} {missed}"]
-    after = len(missed.partition(" waited")[2])
+    after = len(missed.partition(waiting)[2])
     return next((each for each in sentences if len(each) - after <= FIRST_LINES), sentences[-1])
 
 
