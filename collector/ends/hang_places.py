@@ -41,7 +41,7 @@ def whereabouts(
     """`Rank 1 is at train.py:41 in main, after batch 4: time.sleep(9). It never reached all_reduce, in which ...`
 
     `missed`: what they all did not do. Where a terminal's first lines would not hold it up to those who are `waiting`,
-    the code of the line is left out, then all but its place. Several ranks are somewhere together, or at lines of their own.
+    the code of the line is left out, then all but its place. Several ranks are together, or at lines of their own.
     """
     one, known = len(ranks) == 1, [positions[rank] for rank in ranks if rank in positions]
     are = ("was" if one else "were") if ended else ("is" if one else "are")
