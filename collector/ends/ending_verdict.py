@@ -143,7 +143,10 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
         **(whose(facts, first) if one else {}),
         **(when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
         evidence=evidence,
-        next=[f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."],
+        next=[
+            (_exit_step(first) if one else "")
+            or f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."
+        ],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
 

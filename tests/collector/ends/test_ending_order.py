@@ -292,6 +292,16 @@ def test_an_exit_code_comes_with_the_line_that_left_where_it_is_known(end, says)
     assert verdict.next[0].startswith(begins)
 
 
+def test_a_rank_that_left_early_by_os_exit_is_told_with_the_line():
+    left = End(code=0, clock={"0": 4}, begun={"0": 4}, exits_at="leave")
+    verdict = judged(End("RuntimeError", peer=True, code=1, clock={"0": 5}, begun={"0": 5}, failed=True), left)
+
+    assert verdict.statement.startswith(
+        "Rank 1 on h0 left early: its process ended with exit code 0 at train.py:84 in "
+    )
+    assert verdict.next[0].startswith("The script ends this rank itself at train.py:84 in leave")
+
+
 def test_of_two_calls_that_end_a_rank_the_later_one_counts():
     """`finally: os._exit(4)` around a sys.exit(3)."""
     first, last = (
