@@ -46,12 +46,15 @@ RUNS_DIR = click.option(
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of runs in the runs' folder, the newest first."""
+    """Names of runs, the newest first: of the runs' folder, or where it has none, of the last launch's."""
     folder = Path(ctx.params.get("runs_dir") or saved_runs_dir())
     try:
-        runs = [paths.run_id for paths in reversed(runs_by_time(folder))]
+        runs = _names(folder)
+        last = remembered_run() if not runs and _is_by_default(ctx) else None
+        runs = _names(last.parent) if last is not None else runs
     except OSError:
         return []
+    runs.reverse()
     return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
 
 
@@ -90,15 +93,16 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     )
 
 
-def find_run_or_last(run: str | None, runs_dir: Path) -> Path:
+def find_run_or_last(run: str | None, runs_dir: Path, *, by_default: bool | None = None) -> Path:
     """As `find_run`. Where the folder by default has no run, the one that this user's last launch has written.
 
+    `by_default`: whether `runs_dir` is that folder, for a command that click has not parsed.
     A run's name and the number of a job are looked for beside that one, too. A line on stderr says what is shown.
     """
     try:
         return find_run(run, runs_dir)
     except UsageError:
-        found = last_launched(runs_dir, run)
+        found = last_launched(runs_dir, run, by_default=by_default)
         if found is None:
             raise
     text = f"gpuwatch: {runs_dir} here has no such run; this is {found}, of your last launch"
@@ -116,9 +120,9 @@ def runs_dir_or_last(runs_dir: Path) -> Path:
     return last.parent
 
 
-def last_launched(runs_dir: Path, run: str | None = None) -> Path | None:
+def last_launched(runs_dir: Path, run: str | None = None, *, by_default: bool | None = None) -> Path | None:
     """The last launch's run, or the one of this name or job beside it. None where `--runs-dir` was given."""
-    if click.get_current_context().get_parameter_source("runs_dir") is not ParameterSource.DEFAULT:
+    if not (_is_by_default(click.get_current_context()) if by_default is None else by_default):
         return None
     last = remembered_run()
     with suppress(OSError):
@@ -130,6 +134,10 @@ def last_launched(runs_dir: Path, run: str | None = None) -> Path | None:
         if last is not None and _is_run(last) and not _names(runs_dir):
             return last
     return None
+
+
+def _is_by_default(context: click.Context) -> bool:
+    return context.get_parameter_source("runs_dir") is ParameterSource.DEFAULT
 
 
 def _names(runs_dir: Path) -> list[str]:

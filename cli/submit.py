@@ -49,7 +49,8 @@ Usage: gpuwatch submit [OPTIONS] [OPTIONS OF SBATCH] [OPTIONS OF GPUWATCH LAUNCH
 Options:
   --print            Print the batch script and submit nothing. Without SCRIPT: the template, for sbatch alone.
   --wait, -W         Follow the job to its end, print its report, and exit with its exit code.
-  --exclude-bad RUN  Leave out the nodes that the verdict of RUN blames (a folder, or a name in gpuwatch-runs).
+  --exclude-bad RUN  Leave out the nodes that the verdict of RUN blames (a folder, a name in gpuwatch-runs, `latest`,
+                     or a job's number; without runs here, beside your last launch).
   --program COMMAND  What runs gpuwatch on the nodes (default: this installation).
   -h, --help         Show this message and exit.
 """
@@ -79,8 +80,10 @@ def submit_job(arguments: list[str], verb: Verb) -> int:
         click.echo(render(BatchScript()), nl=False)
         return 0
     _check(parser, submission, verb)
+    by_default = not submission.runs_dir
     submission.runs_dir = submission.runs_dir or saved_runs_dir()
-    bad_nodes = [node for run in submission.exclude_bad for node in _bad_nodes(run, submission)]
+    runs_dir = Path(submission.runs_dir)
+    bad_nodes = [node for run in submission.exclude_bad for node in _bad_nodes(run, runs_dir, by_default)]
     script = render(batch_script(submission, verb, _program(submission), bad_nodes))
     if masked_command(arguments) != arguments:
         _say(
@@ -143,10 +146,10 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-m", "gpuwatch.cli.main")
 
 
-def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
-    from .run_names import find_run
+def _bad_nodes(run: str, runs_dir: Path, by_default: bool) -> list[str]:
+    from .run_names import find_run_or_last
 
-    path = find_run(run, Path(submission.runs_dir or "."))
+    path = find_run_or_last(run, runs_dir, by_default=by_default)
     if path.is_file():
         raise UsageError(
             Code.NO_STORE, f"--exclude-bad: expected a run's folder, found the spool file {path} of one node"

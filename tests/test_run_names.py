@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
@@ -87,6 +88,33 @@ def test_every_command_finds_the_last_launch(words, with_a_batch):
     assert str(with_a_batch if words != "runs" else with_a_batch.parent) in said
     named = CliRunner().invoke(cli, [command, "--runs-dir", "gpuwatch-runs", *rest])
     assert named.output == before.output and str(named.exception) == str(before.exception)
+
+
+def test_submit_leaves_out_the_nodes_of_the_last_launch_too(run):
+    folder = run("first")
+    Path("train.py").touch()
+    words = ["submit", "--print", "--exclude-bad", "latest", "train.py"]
+    assert isinstance(CliRunner().invoke(cli, words).exception, UsageError)
+    remember(folder)
+    done = CliRunner().invoke(cli, words)
+    assert f"this is {folder}, of your last launch" in done.output
+    assert "the verdict of first blames no node" in done.output
+    elsewhere = CliRunner().invoke(cli, [words[0], "--runs-dir", "gpuwatch-runs", *words[1:]])
+    assert isinstance(elsewhere.exception, UsageError), "a folder that was named is the only one"
+
+
+def test_tab_offers_the_runs_beside_the_last_launch(run):
+    def offered(*words: str) -> list[str]:
+        complete = ShellComplete(cli, {}, "gpuwatch", "_GPUWATCH_COMPLETE").get_completions(["report", *words], "")
+        return [item.value for item in complete]
+
+    run("first")
+    assert offered() == []
+    remember(run("second"))
+    assert offered() == ["second", "first"]
+    assert offered("--runs-dir", "elsewhere") == []
+    run("own", Path("gpuwatch-runs"))
+    assert offered() == ["own"]
 
 
 def test_the_runs_are_those_beside_the_last_launch(run):

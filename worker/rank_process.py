@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from ..core.recorder.layout import MAGIC, HeadField, RankPhase
@@ -28,12 +29,13 @@ _replaced = False
 
 def hear_of_ends(
     before_exec: Callable[[], Undo],
-    before_exit: Callable[[], None],
+    before_exit: Callable[[FrameType], None],
     variables: Callable[[Mapping[Any, Any]], dict[str, str]],
 ) -> None:
     """Call `before_exec` and `before_exit` before such an end, in this process and its forks. They may not raise.
 
-    `before_exec` returns what undoes it: os.exec fails where there is no such file. `variables` says what else belongs
+    `before_exec` returns what undoes it: os.exec fails where there is no such file. `before_exit` gets the frame of who
+    calls os._exit. `variables` says what else belongs
     into the environment that the other program is to have. Only the first call in a process counts.
     """
     global _replaced
@@ -67,7 +69,7 @@ def hear_of_ends(
 
     @functools.wraps(real_exit)
     def _exit(status: int) -> Any:
-        before_exit()
+        before_exit(sys._getframe(1))
         real_exit(status)
 
     patches = PatchLedger()

@@ -6,20 +6,24 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import OverflowDetected
 from ..core.events.own_limits import OwnFault, ReplacedFunctions
 from ..core.events.preflight_events import RankInventoryEvent
+from ..core.events.rank_standing import StackLine
 from ..core.events.read_tensors import ScriptTensor
 from ..core.events.run_position import RunPosition
-from ..core.events.script_events import ScriptError, ScriptExit
+from ..core.events.script_events import ExitCall, ScriptError, ScriptExit
 from ..core.guest.own_imports import own_imports
 from ..core.identity import is_from_peer_failure
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
+from ..core.recorder.stalls import is_users
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.signal_errors import from_outside, handler_in, suppress_own
@@ -88,9 +92,9 @@ def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = la
     def before_exec() -> Undo:
         return _current.goes_on_as_another_program() if _current is not None else lambda: None
 
-    def before_exit() -> None:
+    def before_exit(caller: FrameType) -> None:
         if _current is not None:
-            _current.leaves()
+            _current.leaves(caller)
 
     hear_of_ends(before_exec, before_exit, variables)
 
@@ -186,11 +190,20 @@ class WorkerSession:
         arrived, stop = self.settle(), sys.exc_info()[1]
         tensors = self._tensors_of(stop) if arrived and code and isinstance(stop, SystemExit) else []
         handler, message = 0, ""
+        if isinstance(stop, SystemExit) and code:
+            self._exits_at(walk_tb(stop.__traceback__))
         if isinstance(stop, SystemExit):
             handler, message = handler_in(stop), stop.code[:MESSAGE_CHARACTERS] if isinstance(stop.code, str) else ""
         code = max(-(1 << 31), min(int(code), (1 << 31) - 1))
         self.recorder.append(ScriptExit(self.where(), code, tensors, handler, message))
         self.enter(RankPhase.FINISHED)
+
+    def _exits_at(self, calls: Iterable[tuple[FrameType, int]]) -> None:
+        """Record the last of these calls that is of the script's own code, if there is one. No file is read."""
+        lines = [StackLine(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in calls]
+        own = [line for line in lines if is_users(line.shown)]
+        if own:
+            self.recorder.append(ExitCall(self.where(), own[-1]))
 
     def _tensors_of(self, error: BaseException, message: str | None = None) -> list[ScriptTensor]:
         """The bad tensors in the script's variables, where it has ended because of one. A device must be at rest.
@@ -223,10 +236,16 @@ class WorkerSession:
             return lambda: None
         return lambda: self.enter(phase)
 
-    def leaves(self) -> None:
-        """Record the end of the script at os._exit, which runs no exit handlers. Never raises."""
+    def leaves(self, caller: FrameType) -> None:
+        """Record the end of the script at os._exit, which runs no exit handlers. Never raises.
+
+        The line is that of who calls it, if that is the script: below multiprocessing's call in a fork stand the frames
+        of its parent.
+        """
         with suppress_own(Exception):
             fields = self.recorder.fields
+            if self.is_ours:
+                self._exits_at([(caller, caller.f_lineno)])
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
                 fields[HeadField.LEFT] = seal(1)
 

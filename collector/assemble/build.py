@@ -108,6 +108,7 @@ def build_report(
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
         attempts=[_attempt_report(facts, n) for n in sorted({n for n, _ in facts.ranks} - {attempt})],
         history=shown_frames.over_batches(opened, verdict, left_out),
+        losses=shown_frames.losses_over_batches(opened, verdict, left_out),
         by_module=shown_frames.over_ranks(opened, verdict),
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened),

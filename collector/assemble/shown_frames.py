@@ -221,10 +221,20 @@ def _named_in(verdict: Verdict) -> str | None:
 def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     """None if the verdict names neither a module nor the loss, or no history was received."""
     name = _named_in(verdict)
-    if name is None:
+    return _series_of(name, opened, verdict, left_out) if name is not None else None
+
+
+def losses_over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
+    """The loss, where it is not what the verdict is about; None if no history has it."""
+    if _named_in(verdict) == LOSS_MODULE:
         return None
+    return _series_of(LOSS_MODULE, opened, verdict, left_out)
+
+
+def _series_of(name: str, opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     found: list[RankSeries] = []
-    returned = HeatModule(name, verdict.cls or "", verdict.dtype or "")
+    is_named = name == _named_in(verdict)
+    returned = HeatModule(name, (verdict.cls if is_named else "") or "", (verdict.dtype if is_named else "") or "")
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
         column = next((n for n, each in enumerate(history.modules) if each.module == name), None)

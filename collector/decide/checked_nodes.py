@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.preflight import InventoryFacts, PreflightFinding
-from ...core.text import joined
+from ...core.text import joined, ranks_text
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..report.sentence_parts import counted, grouped
@@ -21,20 +21,30 @@ _NOT_SHOWN = {"python", "gpuwatch"}
 
 
 def checked_nodes(facts: RunFacts, ranks: list[RankFacts], findings: Iterable[PreflightFinding]) -> list[str]:
-    """A line for each kind of node. A rank with a finding about itself or its GPU is not counted as OK."""
-    odd = {rank for found in findings if found.subject in _OF_DEVICES for rank in found.ranks}
+    """A line for each kind of node. A rank is OK unless a finding about it or its GPU is a failure. One that other load
+    on its node has made slow has a warning, and is named."""
+    graded: dict[str, set[int]] = {"fail": set(), "warn": set(), "unknown": set()}
+    for found in findings:
+        if found.subject in _OF_DEVICES and found.grade in graded:
+            graded[found.grade].update(found.ranks)
     said: dict[str, list[str]] = {}
     for mine in grouped(sorted(ranks, key=lambda rank: rank.rank), lambda rank: rank.agent).values():
         known = [rank.inventory.facts for rank in mine if rank.inventory is not None and rank.inventory.facts]
         if len(known) == len(mine):
-            good = sum(rank.rank not in odd for rank in mine)
-            said.setdefault(_text(known, good), []).append(facts.host(mine[0]))
+            bad, *noted = ([r.rank for r in mine if r.rank in graded[grade]] for grade in ("fail", "warn", "unknown"))
+            said.setdefault(_text(known, bad, *noted), []).append(facts.host(mine[0]))
     return [f"{_names(hosts)}: {text}" for text, hosts in said.items()]
 
 
-def _text(known: list[InventoryFacts], good: int) -> str:
+def _text(known: list[InventoryFacts], bad: list[int], warned: list[int], untested: list[int]) -> str:
+    """`2 of 2 ranks OK on the CPU (rank 1 with a warning), torch 2.13.0`"""
     on_gpus = all(one.device not in ("", "cpu") for one in known)
-    tested = f"{good} of {counted(len(known), 'GPU' if on_gpus else 'rank')} OK{'' if on_gpus else ' on the CPU'}"
+    good, noun = len(known) - len(bad), "GPU" if on_gpus else "rank"
+    tested = f"{good} of {counted(len(known), noun)} OK{'' if on_gpus else ' on the CPU'}"
+    but = [f"{ranks_text(bad)} not"] if bad else []
+    but += [f"{ranks_text(warned)} with {'a warning' if len(warned) == 1 else 'warnings'}"] if warned else []
+    but += [f"{ranks_text(untested)} not tested in full"] if untested else []
+    tested += f" ({', '.join(but)})" if but else ""
     names = sorted({one.device_name for one in known if one.device_name})
     shown = sorted(
         {name for one in known for name in one.versions} - _NOT_SHOWN, key=lambda name: (name != "torch", name)

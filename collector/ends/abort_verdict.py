@@ -65,10 +65,10 @@ def missed_init_verdict(facts: RunFacts) -> Verdict | None:
     ):
         return None
     away = sorted(looks)
-    position = position_of(looks[away[0]])
+    positions = {rank: position_of(looks[rank]) for rank in away}
     numbers = sorted(rank.rank for rank in waited)
     where, gave_up = "init_process_group", f"waited until {'its' if len(numbers) == 1 else 'their'} time was over"
-    found = absent(away, where, numbers, gave_up, sure=False, what=position.what, ended=True)
+    found = absent(away, where, numbers, gave_up, sure=False, positions=positions, ended=True)
     step = (
         f"Look at what {ranks_text(away)} did there. Where it must take that long, call init_process_group() before "
         "it, or give that more time: init_process_group(timeout=...)."
@@ -118,8 +118,7 @@ class _AbortScene:
         if not self._operations or not away or not any(map(self._waited_long, self._waiting)):
             return None
         waited = f"waited for {self._waited_s:.0f} s, until {self._ended_them}"
-        what = self._positions[away[0]].what
-        found = absent(away, self._operations, self._waiting, waited, sure=False, what=what, ended=True)
+        found = absent(away, self._operations, self._waiting, waited, sure=False, positions=self._positions, ended=True)
         step = (
             f"Look at what {ranks_text(away)} did there. Where it must take that long, let all ranks do it, or give "
             "the process group more time: init_process_group(timeout=...)."

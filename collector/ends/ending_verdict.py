@@ -96,10 +96,16 @@ def how_it_ended(rank: RankFacts) -> str:
     if rank.exit is not None and rank.was_killed:
         return f"was killed by {signal_name(-(rank.code or 0))} {doing(rank.exit)}"
     if rank.exit is not None and rank.left_silently:
-        return f"exited with code 0 {doing(rank.exit)}"
+        return f"exited with code 0 {doing(rank.exit)}{_exit_line(rank)}"
     script = rank.script_exit
     said = first_line(script.message).rstrip(". ") if script is not None else ""
-    return f"ended with exit code {script.code if script is not None else rank.code}{f': {said}' if said else ''}"
+    code = script.code if script is not None else rank.code
+    return f"ended with exit code {code}{_exit_line(rank)}{f': {said}' if said else ''}"
+
+
+def _exit_line(rank: RankFacts) -> str:
+    """` at train.py:84 in main`: where its script called sys.exit or os._exit; "" is unknown."""
+    return f" at {rank.exit_call.line.short}" if rank.exit_call is not None else ""
 
 
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
@@ -124,7 +130,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     where = f" on {facts.host(first)}" if one and facts.host(first) else ""
     ended, them = "they ended with exit code 0", "them"
     if one:
-        ended, them = f"its process ended with exit code 0, {doing(first.exit)}", "it"
+        ended, them = f"its process ended with exit code 0{_exit_line(first)}, {doing(first.exit)}", "it"
     exits = ((rank.rank, rank.exit) for rank in left if rank.exit is not None)
     by_itself = "rank {} ended by itself after {} collectives; its recorder says: {}"
     evidence = [by_itself.format(number, exit_.where.seq, doing(exit_)) for number, exit_ in exits]
@@ -137,7 +143,10 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
         **(whose(facts, first) if one else {}),
         **(when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
         evidence=evidence,
-        next=[f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."],
+        next=[
+            (_exit_step(first) if one else "")
+            or f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."
+        ],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
 
@@ -296,6 +305,13 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
     return lines
 
 
+def _exit_step(rank: RankFacts) -> str:
+    """ "" where the line is unknown."""
+    if rank.exit_call is None:
+        return ""
+    return f"The script ends this rank itself{_exit_line(rank)}: look at what leads there, and at what it printed last."
+
+
 def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     error, seen = first.error, first.exit
     who = _who(first, endings, facts.host(first))
@@ -311,16 +327,18 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             evidence.insert(0, memory_text(seen))
             hint = _MORE_MEMORY.format(facts.host(first))
     elif seen is not None and first.left_silently:
-        statement = f"{who} exited with code 0 {doing(seen)}, before its script had ended."
+        statement = f"{who} {how_it_ended(first)}, before its script had ended."
         evidence = [f"its process ended by itself, and its recorder says: {doing(seen)}"]
         where = seen.where
-        hint = "Look for os._exit or sys.exit in what runs there."
+        hint = _exit_step(first) or "Look for os._exit or sys.exit in what runs there."
     else:
         statement = f"{who} {how_it_ended(first)}."
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
         hint = "Look at what this rank printed last in the job's output, and for sys.exit or os._exit in the script."
-        if first.script_exit is not None and first.script_exit.message:
+        if line := _exit_step(first):
+            hint = line
+        elif first.script_exit is not None and first.script_exit.message:
             hint = "Its script called sys.exit with that text: look for it there."
     cause = cause_of_crash(first)
     return Verdict(

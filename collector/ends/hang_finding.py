@@ -17,7 +17,7 @@ from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
-from .hang_groups import COMPARE_LINES, IN_ORDER, ODD_UNKNOWN, absent, capital, find_by_groups, who_waits
+from .hang_groups import COMPARE_LINES, IN_ORDER, ODD_UNKNOWN, absent, find_by_groups
 from .hang_model import (
     BACKWARD,
     DEVICE,
@@ -34,6 +34,7 @@ from .hang_model import (
     standing_at,
     with_pending,
 )
+from .hang_places import capital, lines_text, who_waits
 
 
 def find_hang(
@@ -77,7 +78,7 @@ def find_hang(
 def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], waited: str) -> HangFinding:
     """Some had waited in a backward's reduction, which no table describes, and all others were away."""
     away = [rank for rank, position in positions.items() if position.kind == "away"]
-    found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what, ended=True)
+    found = absent(away, BACKWARD, waiting, waited, sure=False, positions=positions, ended=True)
     lines = " To see the lines, have the stall reported while it lasts: set --hang-timeout below the group's timeout."
     lines = "" if all(positions[rank].line for rank in away) else lines
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
@@ -119,9 +120,8 @@ class _StackScene:
             return absent(self.left, where, waiting, self.waited, sure=sure, left=True)
         if waiting and away:
             sure = certain and all(self.positions[rank].kind != "unknown" for rank in away)
-            what = self.positions[away[0]].what
             where = self._operations(waiting)
-            return absent(away, where, waiting, self.waited, sure=sure, what=what, ended=self.over)
+            return absent(away, where, waiting, self.waited, sure=sure, positions=self.positions, ended=self.over)
         if stopped := self._stopped(raised):  # one that has raised may compute while it leaves
             return self._is_stopped(stopped)
         if away and any(computes(look) for look in self.looks):
@@ -188,15 +188,19 @@ class _StackScene:
             there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
             statement = f"All ranks wait, and {there} in {DEVICE}: gpuwatch cannot see in which collective a GPU is."
         elif odd and 2 * number > len(waiting) and operations.keys().isdisjoint(("wait", BACKWARD, MESSAGE)):
-            where = f"in {self._operations(odd)}, where {number} other ranks wait in {most}"
+            others = lines_text([rank for rank in waiting if rank not in odd], self.positions)
+            theirs = f"{self._operations(odd)}{lines_text(odd, self.positions)}"
+            where = f"in {theirs}, where {number} other ranks wait in {most}{others}"
             statement = f"{capital(odd, 'waits', 'wait')} {where}: the ranks do not issue the same collectives."
             return HangFinding(statement, Certainty.SUPPORTED, odd, [IN_ORDER])
         elif odd:
             why = "the ranks do not issue the same collectives, or wait for one in different ways"
-            statement = f"All ranks wait, but not in the same operation ({inside}): {why}. {ODD_UNKNOWN}"
+            alike = grouped(waiting, lambda rank: awaited_text(self.positions[rank], self.world_size))
+            each = (f"{ranks_text(r)} in {what}{lines_text(r, self.positions)}" for what, r in sorted(alike.items()))
+            statement = f"All ranks wait, but not in the same operation ({', '.join(each)}): {why}. {ODD_UNKNOWN}"
         else:
             why = "no rank is missing, so their sizes or dtypes differ, or the network or a device does not complete it"
-            reached = f"All {len(waiting)} ranks have reached {most}"
+            reached = f"All {len(waiting)} ranks have reached {most}{lines_text(waiting, self.positions)}"
             statement = f"{reached}, and none has moved for {self._still_s:.0f} s: {why}."
             next_ = "Compare the lines where the ranks are stuck; if they are the same, test the links: gpuwatch check."
         return HangFinding(statement, Certainty.UNKNOWN, [], [next_])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...core.events.rank_standing import GroupState
@@ -24,6 +24,7 @@ from .hang_model import (
     mismatch_of,
     standing_at,
 )
+from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits
 
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
 LOOK_FOR_AN_IF = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."
@@ -41,7 +42,7 @@ def absent(
     *,
     sure: bool,
     left: bool = False,
-    what: str = "",
+    positions: Mapping[int, RankPosition] | None = None,
     further: str = "",
     cause: str = "",
     line: str = "",
@@ -49,8 +50,8 @@ def absent(
 ) -> HangFinding:
     """The finding where some wait for ranks that are elsewhere, or that have `left`.
 
-    `what`: what the only one of these does, if that is known. `line`: where the first that waits does. `ended`: all of
-    them have ended since.
+    `positions`: what is known of where these are. `line`: where the first that waits does. `ended`: all of them have
+    ended since.
     """
     instead: list[int] = []
     one, who = len(ranks) == 1, ranks_text(ranks)
@@ -62,22 +63,13 @@ def absent(
             statement += f" Or rank {waiting[0]} has issued one collective too many{f', at {line}' if line else ''}."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
-        who_is = f"{who.capitalize()} {'was' if ended else 'is'} {what}. It" if one and what else who.capitalize()
-        statement = f"{who_is} never reached {where}, in which {who_waits(waiting, waited)}."
+        missed = f"never reached {where}, in which {who_waits(waiting, waited)}."
+        others = f", in which {ranks_text(waiting)}"
+        statement = whereabouts(ranks, positions or {}, missed, others, ended=ended)
         now = f"Look at the line where {who} {'is' if one else 'are'}; the report has the stacks."
         next_ = f"Look at what {who} did then." if ended else now
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause, instead=instead)
-
-
-def who_waits(ranks: Sequence[int], waited: str) -> str:
-    """`ranks 0, 2 have waited for 300 s`"""
-    return f"{ranks_text(list(ranks))} {waited.replace('have', 'has', 1) if len(ranks) == 1 else waited}"
-
-
-def capital(ranks: Sequence[int], one: str, many: str) -> str:
-    """`Rank 1 waits`, `Ranks 1, 2 wait`"""
-    return f"{ranks_text(list(ranks)).capitalize()} {one if len(ranks) == 1 else many}"
 
 
 def find_by_groups(
@@ -107,22 +99,25 @@ def find_by_groups(
         return None
     mismatch = mismatch_of(tables, places, world_size)
     if mismatch is not None:
-        return _mismatch(mismatch, world_size)
+        return _mismatch(mismatch, IssuedPlaces(positions, places, over), world_size)
     scene = _GroupScene(positions, places, meetings, world_size, waited, over)
     rules = (scene.stopped, scene.did_not_come, scene.swapped, scene.all_came, scene.unclear)
     found = next((found for rule in rules if (found := rule()) is not None), None)
     return replace(found, evidence=scene.evidence()) if found is not None else None
 
 
-def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
+def _mismatch(found: OperationMismatch, issued_at: IssuedPlaces, world_size: int) -> HangFinding:
     inside = group_text(found.group, found.members, world_size)
     parts = sorted(found.kinds.items(), key=lambda pair: (-len(pair[1]), pair[1]))
     issued = [(ranks_text(sorted(ranks)), kind_text(kind)) for kind, ranks in parts]
-    all_of_it = ", ".join(f"{who} issued {what}" for who, what in issued)
-    statement = f"{_NOT_THE_SAME.capitalize()}: as collective {found.number}{inside}, {all_of_it}. {ODD_UNKNOWN}"
+    lines = [issued_at.text(found, kind, sorted(ranks)) for kind, ranks in parts]
+    all_of_it = ", ".join(f"{who} issued {what}{at}" for (who, what), at in zip(issued, lines, strict=True))
+    statement = (
+        f"{all_of_it[:1].upper()}{all_of_it[1:]}, as collective {found.number}{inside}: {_NOT_THE_SAME}. {ODD_UNKNOWN}"
+    )
     if found.odd:
-        theirs = " and ".join(what for _, what in issued[1:])
-        where = f"{len(parts[0][1])} other ranks issued {issued[0][1]}{inside}"
+        theirs = " and ".join(f"{what}{at}" for (_, what), at in zip(issued[1:], lines[1:], strict=True))
+        where = f"{len(parts[0][1])} other ranks issued {issued[0][1]}{inside}{lines[0]}"
         statement = f"{ranks_text(found.odd).capitalize()} issued {theirs}, where {where}: {_NOT_THE_SAME}."
     return HangFinding(
         statement,
@@ -210,7 +205,7 @@ class _GroupScene:
             self.waited,
             sure=sure,
             left=left,
-            what=first.what,
+            positions=self.positions,
             line=self.positions[direct[0]].line if direct else "",
             further=self._further(direct),
             ended=self.over,
@@ -263,12 +258,13 @@ class _GroupScene:
         meeting = self.meetings[0]
         if meeting.untold or len(meeting.members) != self.world_size or not self._are_elsewhere(unplaced, meeting):
             return None
-        inside, theirs = meeting.text(self.world_size), self.positions[unplaced[0]].what
+        inside, at = meeting.text(self.world_size), lines_text(meeting.waiting, self.positions)
+        theirs = f"{self.positions[unplaced[0]].what}{lines_text(unplaced, self.positions)}"
         odd: list[int] = []
         if len(unplaced) == 1 and len(meeting.waiting) >= 2:
-            odd, text = unplaced, f"{theirs}, where {len(meeting.waiting)} other ranks wait in {inside}"
+            odd, text = unplaced, f"{theirs}, where {len(meeting.waiting)} other ranks wait in {inside}{at}"
         elif len(meeting.waiting) == 1 and len(unplaced) >= 2:
-            odd, text = meeting.waiting, f"in {inside}, where {len(unplaced)} other ranks are {theirs}"
+            odd, text = meeting.waiting, f"in {inside}{at}, where {len(unplaced)} other ranks are {theirs}"
         elif len(meeting.waiting) != 1 or len(unplaced) != 1:
             return None
         both = f"{self._stand_in(meeting)}, and rank {unplaced[0]} is {theirs}"
@@ -321,9 +317,10 @@ class _GroupScene:
         return meeting.text(self.world_size)
 
     def _stand_in(self, meeting: PendingOperation) -> str:
-        """`ranks 0, 2 wait in all_reduce`"""
+        """`ranks 0, 2 wait in all_reduce at train.py:41`"""
         verb = "waits" if len(meeting.waiting) == 1 else "wait"
-        return f"{ranks_text(meeting.waiting)} {verb} in {meeting.text(self.world_size)}"
+        at = lines_text(meeting.waiting, self.positions)
+        return f"{ranks_text(meeting.waiting)} {verb} in {meeting.text(self.world_size)}{at}"
 
     def evidence(self) -> list[str]:
         """`ranks 0, 2 have begun collective 9 and not ended it: all_reduce; rank 1 has begun none after 8`"""

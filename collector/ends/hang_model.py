@@ -136,10 +136,23 @@ class RankPosition:
         """What it does, in words, the line first; "" if that is unknown."""
         if self.operation:
             return f"in {self.operation}"
+        code = self.line.partition(": ")[2]
+        return f"{self.what_short}: {code}" if code and self.kind != "stopped" else self.what_short
+
+    @property
+    def what_short(self) -> str:
+        """The same without the code of the line: `at train.py:41 in main, after batch 4`."""
+        if self.operation:
+            return f"in {self.operation}"
         if self.kind == "stopped":
             return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {self.doing}"
         at, _, code = self.line.partition(": ")
-        return f"at {at}, {self.doing.removeprefix(OUTSIDE)}: {code}" if code else self.doing
+        return f"at {at}, {self.doing.removeprefix(OUTSIDE)}" if code else self.doing
+
+    @property
+    def place(self) -> str:
+        """`train.py:41`, the file and the number of its line; "" is unknown."""
+        return self.line.partition(": ")[0].rpartition(" in ")[0]
 
 
 def is_pending(groups: Iterable[GroupState]) -> bool:

@@ -17,7 +17,7 @@ from ...core.events.alarms import Anomaly
 from ...core.events.node_events import AttemptNodes, GpuCounters, GpuHealth, GpuXid, NodeSignal
 from ...core.events.preflight_events import PreflightResult, RankInventoryEvent
 from ...core.events.run_position import RunPosition
-from ...core.events.script_events import LeftGroup
+from ...core.events.script_events import ExitCall, LeftGroup
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
 from ...core.secrets import masked_command
@@ -356,6 +356,8 @@ def _replaces(event: Any, known: Any) -> bool:
         return event.facts is not None  # an inventory without facts is sent again with them
     if isinstance(event, LeftGroup):
         return bool(event.where.step >= known.where.step)
+    if isinstance(event, ExitCall):  # a handler of the first may call the second
+        return bool(event.where.time_ns >= known.where.time_ns)
     if isinstance(event, SlowRankLooks):
         return bool(event.looks > known.looks)
     if isinstance(event, StepTimes):

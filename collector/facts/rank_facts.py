@@ -37,7 +37,7 @@ from ...core.events.preflight_events import (
     PreflightStage,
     RankInventoryEvent,
 )
-from ...core.events.script_events import GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
+from ...core.events.script_events import ExitCall, GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
 from ...core.wire.beat import RankState
 from .diagnosis import LocalDiagnosis
 from .kept_pages import KeptHistory
@@ -70,6 +70,8 @@ class RankFacts:
     inventory: RankInventoryEvent | None = None
     replaced: ReplacedFunctions | None = None
     script_exit: ScriptExit | None = None
+    exit_call: ExitCall | None = None
+    """The last one. A rank that has raised since did not end by it."""
     left_group: LeftGroup | None = None
     """The last time that it did."""
     teardown: GroupTeardown | None = None

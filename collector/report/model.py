@@ -218,6 +218,8 @@ class RunReport(msgspec.Struct, frozen=True):
     processes: list[RankReport] = []
     seen_before: list[str] = []
     """Sentences on earlier runs of the folder with the same fault, or the same GPU or node."""
+    losses: ModuleHistory | None = None
+    """The loss of the ranks over the batches, where `history` is not that."""
 
     @property
     def everyone(self) -> list[RankReport]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .rank_standing import StackLine
 from .read_tensors import ScriptTensor
 from .run_position import RankEvent
 
@@ -33,6 +34,13 @@ class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
     """What the script gave sys.exit to print: `sys.exit("loss is nan")`; "" where it gave a number or nothing."""
 
 
+class ExitCall(RankEvent, frozen=True, tag="exit_call"):
+    """The script ends its process by sys.exit with an error code, or by os._exit."""
+
+    line: StackLine
+    """Where its own code does, as the innermost call that is."""
+
+
 class LeftGroup(RankEvent, frozen=True, tag="left_group"):
     """The script has destroyed its default process group by itself, and every number of before was judged."""
 
@@ -53,4 +61,4 @@ class MeshCoordinates(RankEvent, frozen=True, tag="mesh"):
     coordinates: dict[str, int]
 
 
-ScriptEvent = ScriptError | ScriptExit | LeftGroup | GroupTeardown | MeshCoordinates
+ScriptEvent = ScriptError | ScriptExit | ExitCall | LeftGroup | GroupTeardown | MeshCoordinates

@@ -63,6 +63,8 @@ SCRIPT = "needs a job of its own, which a test has"
 NOT_RUN: list[tuple[str, str, str]] = [
     ("README.md", "pip install *", INSTALLS),
     ("README.md", "make *", INSTALLS),
+    ("docs/schedulers.md", "module load *", CLUSTER),
+    ("docs/schedulers.md", "depends_on*", ELSEWHERE),
     ("README.md", "gpuwatch submit *", CLUSTER),
     ("README.md", "gpuwatch check --slurm *", CLUSTER),
     ("README.md", "gpuwatch explain-log *", "logs of the reader's: docs/logs.md has one that is here"),

@@ -95,7 +95,7 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
 @pytest.mark.parametrize(
     ("how", "certainty", "said"),
     [
-        ("exits", "established", "ended with exit code 1: loss is nan."),
+        ("exits", "established", " in end: loss is nan."),
         ("exits in try", "supported", "took its process group down while it handled SystemExit: loss is nan, and rank"),
         (
             "raises in try",
@@ -110,6 +110,7 @@ def test_what_a_rank_said_before_a_teardown_that_is_cut_short_is_told(bench, how
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (1, "crash", 1, certainty)
     assert said in verdict["statement"]
+    assert ("ended with exit code 1 at teardown.py:" in verdict["statement"]) == (how == "exits")
     assert [entry["rank"] for entry in verdict["cascade"]] == [0]
 
 

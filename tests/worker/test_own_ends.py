@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from gpuwatch.core.events.script_events import ExitCall
 from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 
@@ -103,3 +104,28 @@ for call in (lambda: os._exit(3), lambda: os.execv(NEXT[0], NEXT)):
 )
 def test_os_exit_between_two_batches_is_an_end_that_was_heard(tmp_path, script, phase, left):
     assert ended(tmp_path, script) == (5, [], phase, left)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("os._exit(5)", "gives_up"),
+        ("session.enter(RankPhase.BACKWARD); os._exit(5)", "gives_up"),
+        ("child = FORKS.Process(target=print); child.start(); child.join()", None),
+        ("child = os.fork() or os._exit(5); os.waitpid(child, 0); session.enter(RankPhase.SCRIPT)", None),
+    ],
+)
+def test_the_line_of_os_exit_is_told_by_the_rank_alone_and_not_by_its_forks(tmp_path, call, name):
+    """A fork of multiprocessing ends by os._exit below the frames of its parent."""
+    path = tmp_path / "recorder"
+    script = tmp_path / "script.py"
+    forks = "import multiprocessing\nFORKS = multiprocessing.get_context('fork')\n"
+    script.write_text(f"{BEGIN}{forks}def gives_up():\n    {call}\ngives_up()\n")
+    subprocess.run([sys.executable, str(script), str(path)], check=False, timeout=120)
+    reader = RecorderReader(path)
+    try:
+        calls = [event for event in reader.new_entries()[1] if isinstance(event, ExitCall)]
+    finally:
+        reader.close()
+    assert [(call.line.file, call.line.function) for call in calls] == ([(str(script), name)] if name else [])

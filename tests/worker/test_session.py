@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import sys
 
 import pytest
 import torch.distributed
 from gpuwatch.core.events.preflight_events import RankInventoryEvent
-from gpuwatch.core.events.script_events import ScriptError, ScriptExit
+from gpuwatch.core.events.script_events import ExitCall, ScriptError, ScriptExit
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
@@ -138,6 +140,20 @@ def test_any_exit_code_is_recorded_and_none_raises(session, code):
     assert phase == "finished"
 
 
+def test_the_line_of_sys_exit_is_recorded_if_it_has_an_error_code(session):
+    def gives_up(code):
+        try:
+            sys.exit(code)
+        except SystemExit:
+            session.finished(code)
+
+    gives_up(0)
+    gives_up(3)
+    calls = [event for event in events(session) if isinstance(event, ExitCall)]
+    assert [(call.line.file, call.line.function) for call in calls] == [(__file__, "gives_up")]
+    assert linecache.getline(__file__, calls[0].line.line).strip() == "sys.exit(code)"
+
+
 @pytest.mark.parametrize(
     ("said", "message"), [("loss is nan", "loss is nan"), (3, ""), (None, ""), ("x" * 9999, "x" * 2000)]
 )
@@ -146,7 +162,7 @@ def test_the_text_of_sys_exit_is_recorded(session, said, message):
         raise SystemExit(said)
     except SystemExit:
         session.finished(1)
-    assert events(session)[0].message == message
+    assert [each.message for each in events(session) if isinstance(each, ScriptExit)] == [message]
 
 
 def test_a_process_that_the_script_has_forked_writes_nothing(session):

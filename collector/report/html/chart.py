@@ -1,4 +1,4 @@
-"""The line chart of an overflow for the template to draw as SVG: abs max on a logarithmic axis, a line for each rank.
+"""The line chart of an overflow for the template to draw as SVG: abs max, a line for each rank.
 
 It shows the batches before the overflow, or the calls of its batch. Units are those of the viewBox.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from ....core.frames import LOSS_MODULE, format_number
 from ....core.values import DTYPE_MAX
 from ..model import RunReport
-from ..run_figures import ModuleForecast
+from ..run_figures import ModuleForecast, ModuleHistory, RankSeries
 from ..side_by_side import rank_to_show, side_by_side
+from .value_axis import axis_of
 
 WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
-_MOST_TICKS = 7
 _MOST_LINES = 32
 _MORE_FOR_GROWTH = 0.25
 """A forecast that goes beyond the last batch may lengthen the axis by this share."""
@@ -62,7 +62,7 @@ class OutputChart(NamedTuple):
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     """(place, label)"""
-    guide: float
+    guide: float | None
     """x of a vertical line at the place that the verdict is about."""
     growth: DrawnGrowth | None = None
     width: int = WIDTH
@@ -81,28 +81,59 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
     named = next((series for series in history.ranks if series.rank == report.verdict.rank), None)
     if named is None or len(named.batches) < 2 or None not in named.abs_max:  # a gradient was bad, or a weight
         return None
-    ranks: list[RankValues] = []
-    for each in sorted(history.ranks, key=lambda each: each is named):
-        values = zip(each.batches, each.abs_max, strict=True)
-        ranks.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
-    first = min(series.batches[0] for series in history.ranks)
-    last = max(series.batches[-1] for series in history.ranks)
-    others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    first, last = _ends(history)
     told = next((each for each in report.forecasts if each.module == history.module), None)
     if told is not None and (told.dtype != history.dtype or not first <= told.batch < min(batch, last)):
         told = None
     what = f"output of {history.module or 'the root module'}" if history.module != LOSS_MODULE else "loss"
     return _draw(
         f"abs max of the {what}, batch by batch",
-        f"A line for each of {len(ranks)} ranks; rank {named.rank} is the thick one{others}. "
-        f"In batch {batch} it was no longer finite.",
+        f"{_whose_lines(history, named)} In batch {batch} it was no longer finite.",
         "batch",
-        ranks,
+        _values(history, named),
         even_ticks(first, last),
         (history.dtype, history.limit),
         batch,
         told,
     )
+
+
+def losses(report: RunReport) -> OutputChart | None:
+    """abs max of the loss over the batches, a line for each rank; None where that is the first picture, or unknown."""
+    history, batch = report.losses, report.verdict.batch
+    if history is None:
+        return None
+    named = next((series for series in history.ranks if series.rank == report.verdict.rank), history.ranks[0])
+    first, last = _ends(history)
+    if last - first < 1:
+        return None
+    return _draw(
+        "abs max of the loss, batch by batch",
+        _whose_lines(history, named),
+        "batch",
+        _values(history, named),
+        even_ticks(first, last),
+        (history.dtype, history.limit),
+        batch if batch is not None and first <= batch <= last else None,
+    )
+
+
+def _ends(history: ModuleHistory) -> tuple[int, int]:
+    """The first batch and the last one."""
+    return min(series.batches[0] for series in history.ranks), max(series.batches[-1] for series in history.ranks)
+
+
+def _values(history: ModuleHistory, named: RankSeries) -> list[RankValues]:
+    found: list[RankValues] = []
+    for each in sorted(history.ranks, key=lambda each: each is named):
+        values = zip(each.batches, each.abs_max, strict=True)
+        found.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
+    return found
+
+
+def _whose_lines(history: ModuleHistory, named: RankSeries) -> str:
+    others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    return f"A line for each of {len(history.ranks)} ranks; rank {named.rank} is the thick one{others}."
 
 
 def along_the_calls(report: RunReport) -> OutputChart | None:
@@ -135,19 +166,21 @@ def _draw(
     ranks: list[RankValues],
     x_ticks: Sequence[tuple[float, str]],
     limit: tuple[str, float | None],
-    guide: float,
+    guide: float | None,
     forecast: ModuleForecast | None = None,
 ) -> OutputChart | None:
-    """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number."""
-    finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 < y < math.inf]
+    """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number.
+
+    What is not finite is marked above the axis, which holds the other values.
+    """
+    finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 <= y < math.inf]
     xs = [x for _, _, points in ranks for x, _ in points]
-    if not finite:
-        return None
     dtype, largest = limit
-    if largest is not None and max(finite) <= largest / 2**40:
+    if largest is not None and max(finite, default=0.0) <= largest / 2**40:
         largest = None
-    low, high = math.log10(min(finite)), math.log10(max(finite) if largest is None else max(*finite, largest))
-    low, high = (low - 0.15, high + 0.15) if high - low > 0.2 else (low - 0.5, high + 0.5)
+    axis = axis_of(finite, largest, logarithmic=forecast is not None)
+    if axis is None:
+        return None
     first, last = min(xs), max(xs)
     if forecast is not None:
         last = max(last, min(forecast.batch + forecast.after, last + (last - first) * _MORE_FOR_GROWTH))
@@ -155,8 +188,7 @@ def _draw(
 
     def place(x: float, y: float) -> Point:
         across = (x - first) / wide * (WIDTH - LEFT - RIGHT)
-        clipped = min(max(math.log10(y), low), high) if y > 0 else low
-        up = (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        up = axis.share(y) * (HEIGHT - TOP - BOTTOM)
         return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
     lines: list[RankLine] = []
@@ -175,9 +207,9 @@ def _draw(
         place(first, largest)[1] if largest is not None else None,
         f"{dtype} holds at most {format_number(largest).strip()}" if largest is not None else "",
         [(place(x, 1)[0], text) for x, text in x_ticks],
-        [(place(first, 10.0**power)[1], f"1e{power:+03d}") for power in powers(low, high)],
-        place(guide, 1)[0],
-        _growth(forecast, int(guide), last, place) if forecast is not None else None,
+        [(place(first, value)[1], text) for value, text in axis.ticks()],
+        place(guide, 1)[0] if guide is not None else None,
+        _growth(forecast, int(guide), last, place) if forecast is not None and guide is not None else None,
     )
 
 
@@ -214,17 +246,6 @@ def svg_path(points: Iterable[Point | None]) -> str:
             parts.append(f"{'L' if drawing else 'M'}{point[0]:g} {point[1]:g}" + ("" if drawing else "h0"))
         drawing = point is not None
     return "".join(parts)
-
-
-def powers(low: float, high: float) -> list[int]:
-    """Powers of ten between two logarithms, at most `_MOST_TICKS` of them.
-
-    >>> powers(-0.2, 4.9)
-    [0, 1, 2, 3, 4]
-    """
-    first, last = math.ceil(low), math.floor(high)
-    every = max(1, math.ceil((last - first + 1) / _MOST_TICKS))
-    return list(range(first, last + 1, every))
 
 
 def even_ticks(first: int, last: int, most: int = 8) -> list[tuple[float, str]]:

@@ -30,7 +30,7 @@ from ..sentence_parts import bytes_text, elapsed_text
 from ..shared_lines import capture_lines, cascade_lines, concurrent_lines, first_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .cause_parts import sample_strip, trial_rows
-from .chart import OutputChart, along_the_calls, over_the_batches
+from .chart import OutputChart, along_the_calls, losses, over_the_batches
 from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
 from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
 
@@ -111,6 +111,7 @@ def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",
         picture=picture_of(report),
+        loss_chart=losses(report),
         samples=sample_strip(report.verdict.cause),
         trials=trial_rows(report.verdict.cause),
         capture=capture_lines(report.verdict.capture),

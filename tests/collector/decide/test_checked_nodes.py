@@ -26,7 +26,7 @@ def said(make, nodes, findings=(), without=None):
             if rank != without:
                 facts = InventoryFacts(host=host, **has)
                 bodies.append(EventMessage(RankInventoryEvent(place, facts.device, facts.versions, facts)))
-            bodies.append(make.concluded(rank, findings))
+            bodies.append(make.concluded(rank, findings, stops=False))
         bodies.append(make.NodeBye("ok"))
         heard += [(agent, number, body) for number, body in enumerate(bodies, 1)]
     verdict = decide(fold(heard, ()))
@@ -55,14 +55,30 @@ def test_without_a_gpu_it_is_the_cpu_and_no_driver(make):
     assert said(make, [on_cpu]) == ["n0: 2 of 2 ranks OK on the CPU, torch 2.13.0+cpu"]
 
 
-def test_a_gpu_with_a_warning_is_not_counted_as_ok(make):
+def test_a_gpu_with_a_warning_is_named_and_no_number_reads_as_a_failure(make):
     warning = make.found("health", "warn", "gpu", [1], ["n0"], "4 ECC errors")
     of_the_job = make.found("consistency", "warn", "job", [0, 1], ["n0"], "no common network")
     assert said(make, [{}], [warning, of_the_job]) == [
-        f"n0: 1 of 2 GPUs OK, {OF_H100}",
+        f"n0: 2 of 2 GPUs OK (rank 1 with a warning), {OF_H100}",
         "consistency, warn: no common network",
         "health, warn: 4 ECC errors",
     ]
+
+
+def test_two_ranks_of_which_other_load_has_made_one_slow_are_both_ok(make):
+    on_cpu = {"device": "cpu", "device_name": "", "versions": {"torch": "2.13.0+cpu"}}
+    slow = make.found("compute", "warn", "rank", [1], ["n0"], "rank 1 took 9.8 ms for a matmul, 1.9 times the median")
+    assert said(make, [on_cpu], [slow])[0] == "n0: 2 of 2 ranks OK on the CPU (rank 1 with a warning), torch 2.13.0+cpu"
+
+
+def test_a_gpu_that_failed_is_not_ok_and_one_that_was_not_tested_is_said_to_be_so(make):
+    """A failure that stops nothing."""
+    failed = make.found("health", "fail", "gpu", [0], ["n0"], "4 uncorrectable ECC errors")
+    unknown = make.found("health", "unknown", "gpu", [1], ["n0"], "no NVML")
+    assert (
+        said(make, [{}], [failed, unknown])[0]
+        == f"n0: 1 of 2 GPUs OK (rank 0 not, rank 1 not tested in full), {OF_H100}"
+    )
 
 
 def test_of_a_rank_without_an_inventory_its_node_says_nothing(make):

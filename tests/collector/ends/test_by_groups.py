@@ -146,7 +146,41 @@ def test_of_two_that_differ_neither_is_the_odd_one():
     found = find(waits(one), waits(other))
 
     assert (found.rank, found.others, found.certainty) == (None, [], "unknown")
-    assert "rank 0 issued all_reduce of 8 elements of float32, rank 1 issued" in found.statement
+    assert "Rank 0 issued all_reduce of 8 elements of float32, rank 1 issued" in found.statement
+
+
+def stands(operation, line, *, does="", later=None):
+    """A rank at this line. It has issued the operation as collective 9, then another one as 10 if it is `later`."""
+    issued = [operation] if later is None else [operation, later]
+    number = 8 + len(issued)
+    return RankPosition("waits", "", does or issued[-1][0], line, [group(number, number, *issued, members="0,1")])
+
+
+REDUCE, GATHER = ("all_reduce", "float32", 8), ("all_gather", "float32", 8)
+
+
+def test_those_that_issued_different_ones_have_their_lines():
+    found = find(
+        stands(REDUCE, "train.py:13 in step: dist.all_reduce(t)"), stands(GATHER, "eval.py:7 in <module>: x()")
+    )
+
+    assert found.statement == (
+        "Rank 0 issued all_reduce of 8 elements of float32 at train.py:13, rank 1 issued all_gather of float32 at "
+        "eval.py:7, as collective 9: the ranks do not issue the same collectives. It is unknown which rank is the odd "
+        "one."
+    )
+
+
+def test_a_line_at_which_a_rank_did_not_issue_it_is_said_to_be_where_it_is_now():
+    """It waits for what it issued elsewhere, or has gone on to another one."""
+    waits_only = stands(REDUCE, "train.py:15 in step: work.wait()", does="wait")
+    went_on = stands(("broadcast", "float32", 8, 0), "eval.py:9 in <module>: dist.all_gather(t)", later=GATHER)
+    found = find(waits_only, went_on)
+
+    assert found.statement.startswith(
+        "Rank 0 issued all_reduce of 8 elements of float32 (now at train.py:15), rank 1 issued broadcast from the "
+        "group's rank 0 of 8 elements of float32 (now at eval.py:9), as collective 9: "
+    )
 
 
 def test_uneven_sizes_are_no_mismatch_where_a_backend_takes_them():

@@ -10,9 +10,9 @@ from gpuwatch.collector.ends.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.core.events.agent_events import WorkerExit
-from gpuwatch.core.events.rank_standing import GroupState, HeardSignal
+from gpuwatch.core.events.rank_standing import GroupState, HeardSignal, StackLine
 from gpuwatch.core.events.run_position import RunPosition
-from gpuwatch.core.events.script_events import GroupTeardown, ScriptError, ScriptExit
+from gpuwatch.core.events.script_events import ExitCall, GroupTeardown, ScriptError, ScriptExit
 from gpuwatch.core.wire.messages import AgentBody, AgentHello, EventMessage, NodeBye
 
 S = 10**9
@@ -45,6 +45,8 @@ class End:
     at_s: float = 0.0
     seen_s: tuple[float, float] = (0.0, 0.0)
     host: str = "h0"
+    exits_at: str = ""
+    """The function in which it called sys.exit or os._exit."""
 
     def bodies(self, rank: int) -> list[AgentBody]:
         seq = sum(self.clock.values()) if self.clock else -1
@@ -63,6 +65,8 @@ class End:
             said.append(EventMessage(ScriptError(own, self.raised, self.message, "Traceback", None, self.peer)))
         if self.left_with is not None:
             said.append(EventMessage(ScriptExit(own, self.left_with, handler=self.handler)))
+        if self.exits_at:
+            said.append(EventMessage(ExitCall(own, StackLine("/home/me/train.py", 84, self.exits_at))))
         if self.took_down:
             said.append(EventMessage(GroupTeardown(own, self.took_down, self.message, "Traceback", self.peer)))
         return [*said, EventMessage(exit_)]
@@ -266,3 +270,45 @@ def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
     said = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
     assert verdict.statement == f"torchrun failed by itself: {said}."
     assert "--master-port" in verdict.next[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (End(code=3, left_with=3, exits_at="check"), "ended with exit code 3 at train.py:84 in check."),
+        (End(code=3, exits_at="check"), "ended with exit code 3 at train.py:84 in check."),
+        (End(code=3, left_with=3), "ended with exit code 3."),
+    ],
+    ids=["sys.exit", "os._exit", "unknown"],
+)
+def test_an_exit_code_comes_with_the_line_that_left_where_it_is_known(end, says):
+    verdict = judged(End(peer=True, raised="RuntimeError", code=1, clock={"0": 9}, at_s=1.1), end)
+
+    assert (verdict.kind, verdict.rank) == ("crash", 1)
+    assert verdict.statement.endswith(says)
+    begins = (
+        "The script ends this rank itself at train.py:84 in check: look" if end.exits_at else "Look at what this rank"
+    )
+    assert verdict.next[0].startswith(begins)
+
+
+def test_a_rank_that_left_early_by_os_exit_is_told_with_the_line():
+    left = End(code=0, clock={"0": 4}, begun={"0": 4}, exits_at="leave")
+    verdict = judged(End("RuntimeError", peer=True, code=1, clock={"0": 5}, begun={"0": 5}, failed=True), left)
+
+    assert verdict.statement.startswith(
+        "Rank 1 on h0 left early: its process ended with exit code 0 at train.py:84 in "
+    )
+    assert verdict.next[0].startswith("The script ends this rank itself at train.py:84 in leave")
+
+
+def test_of_two_calls_that_end_a_rank_the_later_one_counts():
+    """`finally: os._exit(4)` around a sys.exit(3)."""
+    first, last = (
+        EventMessage(ExitCall(RunPosition(0, time_ns=NOON + n), StackLine("/t.py", 1, name)))
+        for n, name in enumerate(("first", "last"))
+    )
+    hello = messages([End()])[0]
+    for said in ([first, last], [last, first]):
+        facts = fold([hello, *(("h0", number, body) for number, body in enumerate(said, 2))])
+        assert facts.one(0, 0).exit_call.line.function == "last"

@@ -164,7 +164,32 @@ def test_several_that_did_not_come_are_all_told():
     found = find(*(look(rank, IN_ALL_REDUCE) for rank in (0, 3)), look(1, LOADING), look(2, LOADING))
 
     assert (found.rank, found.certainty, found.others) == (None, "supported", [1, 2])
-    assert found.statement.startswith("Ranks 1, 2 never reached all_reduce")
+    assert found.statement == (
+        "Ranks 1, 2 are at data.py:7 in load, after batch 4: time.sleep(1). "
+        "They never reached all_reduce, in which ranks 0, 3 have waited for 300 s."
+    )
+
+
+def test_those_that_did_not_come_and_are_at_different_lines_have_theirs_too():
+    saving = [StackLine("/home/me/save.py", 3, "save", "upload()"), MAIN]
+    found = find(look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, saving))
+    assert found.statement.startswith("Ranks 1, 2 are at data.py:7 and save.py:3. They never reached all_reduce")
+
+    more = [StackLine("/home/me/more.py", 5, "more", "upload()"), MAIN]
+    found = find(look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, saving), look(3, more))
+    assert found.statement.startswith("Ranks 1-3 never reached all_reduce")
+
+
+def test_the_first_two_lines_of_a_terminal_hold_who_waits_for_whom_and_the_line():
+    """The code of a long line comes below, with the other lines."""
+    code = "state = broadcast_of_all(self.optimizer.state_dict(), source=0, group=self.groups.data_parallel)"
+    long = [StackLine("/home/me/pretraining/checkpoints.py", 1041, "evaluate_and_save_and_upload", code), MAIN]
+    found = find(look(0, IN_BACKWARD, phase="backward"), look(1, long))
+
+    first = f"gpuwatch: {found.statement}"[: 2 * 80]
+    assert "checkpoints.py:1041" in first
+    assert "in which rank 0 " in first
+    assert found.evidence[1].endswith(code)
 
 
 def test_a_rank_that_has_left_while_others_wait():
@@ -232,7 +257,8 @@ def test_one_that_waits_in_another_operation_than_all_others():
     found = find(*(look(rank, IN_ALL_REDUCE) for rank in (0, 1, 3)), look(2, IN_BROADCAST))
 
     assert (found.rank, found.certainty) == (2, "supported")
-    assert "Rank 2 waits in broadcast, where 3 other ranks wait in all_reduce" in found.statement
+    where = "Rank 2 waits in broadcast at train.py:52, where 3 other ranks wait in all_reduce at train.py:41"
+    assert where in found.statement
 
 
 def test_of_two_that_wait_in_different_operations_neither_is_the_odd_one():

@@ -172,6 +172,40 @@ def test_the_loss_over_the_batches_on_all_ranks(make):
     assert "abs max of the loss, batch by batch" in render_html(report)
 
 
+def job_of_losses_beside_a_module(make):
+    """An output of rank 1 is inf in the last batch; the losses of both ranks are beside it."""
+    bodies = [make.hello(nproc=2)]
+    for rank in range(2):
+        batch = make.Batch(rank, batch=LAST, page=LAST)
+        x, y = batch.tensor(), batch.tensor(make.INF if rank else 2.0)
+        batch.call("fc", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor(0.5)})
+        batch.call("", "Net", given=[x], returned=[y])
+        batch.call(LOSS_MODULE, LOSS_CLASS, returned=[batch.tensor(1.0)], phase=make.Phase.LOSS, parent=None, depth=0)
+        bodies += batch.messages()
+        numbers, dtypes = list(range(LAST)), bytes([DTYPE_CODES["float32"]])
+        rows = pack(codes_of([[8.0 - n + rank] for n in range(LAST)]))
+        bodies.append(RankHistoryMessage(rank, 0, 0, numbers, numbers, [slot_of_loss(batch)], dtypes, rows))
+    bodies.append(make.ended(1, 1))
+    return [("a0", n, body) for n, body in enumerate(bodies, 1)]
+
+
+def test_the_losses_stand_beside_an_overflow_of_a_module(make):
+    report = report_of(job_of_losses_beside_a_module(make))
+    assert (report.verdict.kind, report.verdict.module, report.verdict.rank) == ("overflow", "fc", 1)
+    assert {each.rank: each.abs_max for each in report.losses.ranks} == {
+        rank: [8.0 - n + rank for n in range(LAST)] for rank in range(2)
+    }
+    page = render_html(report)
+    assert page.count("abs max of the loss, batch by batch</figcaption>") == 1
+    assert page.index('id="picture"') < page.index('id="losses"') < page.index('role="search"')
+
+
+def test_a_loss_that_is_the_verdict_is_drawn_once(make):
+    report = report_of(job_of_losses(make))
+    assert report.losses is None
+    assert render_html(report).count("abs max of the loss, batch by batch</figcaption>") == 1
+
+
 def test_a_loss_that_ran_away_on_all_ranks_is_a_training_that_diverged(make):
     cause = report_of(job_of_losses(make, before=lambda n: 4.0**n, weight=200.0)).verdict.cause
     assert cause.kind == "divergence"

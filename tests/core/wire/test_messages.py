@@ -59,7 +59,14 @@ from gpuwatch.core.events.preflight_events import (
 from gpuwatch.core.events.rank_standing import GroupState, HeardSignal, IssuedOperation, StackLine, ThreadSeen
 from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.core.events.run_position import RunPosition
-from gpuwatch.core.events.script_events import GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
+from gpuwatch.core.events.script_events import (
+    ExitCall,
+    GroupTeardown,
+    LeftGroup,
+    MeshCoordinates,
+    ScriptError,
+    ScriptExit,
+)
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import messages
@@ -151,6 +158,7 @@ EVENTS = [
     ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     ScriptExit(HERE, 3, handler=15),
     ScriptExit(HERE, 1, message="loss is nan"),
+    ExitCall(HERE, StackLine("/home/me/train.py", 84, "main")),
     LeftGroup(HERE),
     GroupTeardown(HERE, "SystemExit", "loss is nan", "Traceback", True),
     MeshCoordinates(HERE, {"dp": 0, "tp": 3}),
