@@ -2,10 +2,10 @@
 
     python benchmarks/host_instructions.py [--model gpt2] [--steps N] [--json FILE]
 
-The models and the variants are those of host_cost.py: a whole training step, with gradients, on tensors of no size. Each
-variant trains in a process of its own under valgrind (`callgrind`), which counts what the processor is told to do
-between two steps. Shown are the instructions of a step, and what they are above a plain step as a share of what
-transformers' `DebugUnderflowOverflow` adds. An instruction is no time: host_cost.py measures that, on a quiet machine.
+The models and the variants are those of host_cost.py: a whole training step, with gradients, on tensors of no size.
+Each variant trains in a process of its own under valgrind (`callgrind`), which counts what the processor is told to do.
+Shown are the instructions of a step, and what they are above a plain step as a share of what transformers'
+`DebugUnderflowOverflow` adds. An instruction is no time: host_cost.py measures that, on a quiet machine.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from .accelerator import built_gpu
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _function_modes = name_in_torch("torch._C._len_torch_function_stack", lambda: 1)
-# Whether a transform of torch.func is on. `peek_interpreter_stack` would tell, too, and leave a record in the thread. From
-# then on autograd copies that record for each node that it runs (at::ThreadLocalState): 0.6 % of a step of GPT-2.
+# Whether a transform of torch.func is on. `peek_interpreter_stack` would tell, too, and leave a record in the thread,
+# which autograd copies from then on for each node that it runs (at::ThreadLocalState): 0.6 % of a step of GPT-2.
 has_transforms = name_in_torch("torch._C._are_functorch_transforms_active", lambda: False)
 _no_transforms = name_in_torch("torch._C._DisableFuncTorch", nullcontext)
 P = ParamSpec("P")
