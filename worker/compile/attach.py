@@ -143,16 +143,18 @@ class CompiledRegions:
         before, after = traced_before, traced_after
         grads = "grads" in self._frames.progress.settings.watch
         without = (lambda: self._policy.unseen(views)) if grads and not views.gradients else None
-        first = self._ask_before_parameters if grads else None
-        self._regions = RankRegions(self._policy, grads and views.gradients, self._fault, without, first)
-        self._pages = RegionPages(self._regions, self._policy, self._frames, self._gradients)
-        if grads:
-            leave_alone((self._pages.record_gradients,))  # no Python function calls it: the compiled hooks do
-        self._regions.attach()
 
-    def _ask_before_parameters(self) -> None:
-        """A script that compiles nothing pays no call for each gradient."""
-        self._gradients.before_parameter = self._pages.record_gradients
+        def first() -> None:
+            # a script that compiles nothing pays no call for each gradient
+            self._gradients.before_parameter = pages.record_gradients
+
+        self._regions = RankRegions(
+            self._policy, grads and views.gradients, self._fault, without, first if grads else None
+        )
+        self._pages = pages = RegionPages(self._regions, self._policy, self._frames, self._gradients)
+        if grads:
+            leave_alone((pages.record_gradients,))  # no Python function calls it: the compiled hooks do
+        self._regions.attach()
 
     def record(
         self,
