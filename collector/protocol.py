@@ -382,7 +382,8 @@ class RunProtocol:
         if not nodes:
             return self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         byes = [node.bye_at for node in nodes if node.bye is not None]
-        silent = [node for node in nodes if node.bye is None]
+        over = bool(byes) and self._over_since is not None and now - self._over_since >= STOP_AFTER_S
+        silent = [node for node in nodes if node.bye is None and not (over and self._is_held(node))]
         if not silent:
             expected = max(self.expected_nodes, *(node.hello.min_nodes for node in nodes))
             # an agent that has said goodbye goes on beating until it has the verdict
@@ -392,6 +393,12 @@ class RunProtocol:
             return now - min(byes) > LINGER_S or all(now - node.heard > node.patience_s for node in silent)
         launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
+
+    def _is_held(self, node: NodeState) -> bool:
+        """Its ranks have all left with exit code 0, so torchrun's exit barrier holds its launch: for five minutes, as
+        the others have failed. It has nothing to add."""
+        ranks = self.claims.ranks_of(node_of(node.hello.agent))
+        return len(ranks) >= max(1, node.hello.nproc) and self.asking.have_left(self.claims.last_attempt, ranks)
 
     @property
     def lost_agents(self) -> list[str]:

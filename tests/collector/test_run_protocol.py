@@ -337,6 +337,38 @@ def test_after_a_failure_the_other_nodes_are_told_to_stop_once(two):
     assert sent(two.tick(11 + STOP_AFTER_S), StopRanks) == []
 
 
+def test_a_node_whose_ranks_have_all_left_is_not_waited_for_after_the_others_failure(two, make):
+    """Its launch is in torchrun's exit barrier."""
+    two.say("a1", make.ended(1), 9)
+    two.say("a0", NodeBye("failed"), 10)
+    two.beat(10, "a1")
+    assert two.tick(9.9 + STOP_AFTER_S) == []
+    assert FinishRun() in two.tick(10 + STOP_AFTER_S)
+    assert not two.run_protocol.lost_agents
+
+
+@pytest.mark.parametrize(
+    ("nproc", "ends"),
+    [(1, [{"code": 1}]), (1, [{"attempt": 0}, {"attempt": 1, "code": -15}]), (2, [{}])],
+    ids=["failed", "left an attempt before", "one of two"],
+)
+def test_any_other_node_is_waited_for_until_it_says_goodbye(make, nproc, ends):
+    cluster = Cluster(make, nproc=nproc)
+    for end in ends:
+        cluster.say("a1", make.ended(nproc, **end), 9)
+    cluster.say("a0", NodeBye("failed"), 10)
+    cluster.beat(20, "a1")
+    assert FinishRun() not in cluster.tick(20)
+
+
+def test_while_the_job_may_go_on_a_node_whose_ranks_have_left_is_waited_for(make):
+    cluster = Cluster(make, max_nodes=4)
+    cluster.say("a1", make.ended(1), 9)
+    cluster.say("a0", NodeBye("failed"), 10)
+    cluster.beat(20, "a1")
+    assert cluster.tick(20) == []
+
+
 def test_a_node_that_ends_by_itself_in_time_is_not_told(two):
     two.say("a0", NodeBye("failed"), 10)
     two.say("a1", NodeBye("failed"), 12)
