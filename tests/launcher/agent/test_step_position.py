@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.core.events.agent_events import WorkerExit
 from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -120,3 +121,12 @@ def test_the_end_of_the_process_tells_it(rank):
     events = [body.event for body in rank.watch.end(-9, "itself", 1.0) if isinstance(body, EventMessage)]
     (exit_,) = [event for event in events if isinstance(event, WorkerExit)]
     assert (exit_.phase, exit_.after) == ("script", "forward")
+
+
+def test_a_page_that_cannot_be_read_costs_this_alone(rank, monkeypatch):
+    rank.train(0)
+    rank.batch(1, FORWARD)
+    monkeypatch.setattr("gpuwatch.launcher.agent.step_position.PageTables", lambda page: 1 / 0)
+    events = [body.event for body in rank.watch.end(-9, "itself", 1.0) if isinstance(body, EventMessage)]
+    assert [event.part for event in events if isinstance(event, OwnFault)] == ["step position"]
+    assert [event.after for event in events if isinstance(event, WorkerExit)] == [""]
