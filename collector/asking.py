@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ..core.events.agent_events import RankLook, RankStall, WorkerExit
@@ -34,9 +34,14 @@ class RankOwnership:
         """The number of ranks that nodes have reported."""
         return len({rank for _, rank in self._node_of_rank if rank >= 0})
 
+    @property
+    def last_attempt(self) -> int:
+        """The last attempt that any rank is known of."""
+        return max((attempt for attempt, _ in self._node_of_rank), default=0)
+
     def ranks_of(self, node: str) -> list[int]:
         """The ranks of a node in the last attempt that any is known of."""
-        last = max((attempt for attempt, _ in self._node_of_rank), default=0)
+        last = self.last_attempt
         return sorted(rank for (attempt, rank), of in self._node_of_rank.items() if (attempt, of) == (last, node))
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
@@ -118,6 +123,11 @@ class AskedAll:
     def is_open(self) -> bool:
         """A round waits for answers."""
         return self._open
+
+    def have_left(self, attempt: int, ranks: Collection[int]) -> bool:
+        """Whether all of these have ended with exit code 0."""
+        ends = [self._ended.get((attempt, rank)) for rank in ranks]
+        return all(end is not None and end.code == 0 for end in ends)
 
     def forget(self) -> None:
         """Drop the open round: it was concluded, or begins again when a rank stalls again."""

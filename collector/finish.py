@@ -77,7 +77,7 @@ def build(
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
     before = stored_fact(store, "before", list[RunOutcome], [])
-    facts = folded.facts(stored_fact(store, "lost_agents", list[str], []))
+    facts = folded.facts(*(stored_fact(store, key, list[str], []) for key in ("lost_agents", "killed_agents")))
     facts.blamed_before = blamed_in(before)
     facts.report_command = command_for(store.path.parent)
     facts.has_ended = store.get("ended") is not None

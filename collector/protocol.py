@@ -27,7 +27,7 @@ from .asking import AskedAll, RankOwnership
 from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction
 from .ends.hang_model import HangFinding
-from .ends.silent_nodes import node_text, ranks_by_host
+from .ends.silent_nodes import WAS_KILLED, node_text, ranks_by_host
 from .node_state import SILENT_S, NodeState
 
 TOLD_S = 60.0
@@ -128,6 +128,8 @@ class RunProtocol:
         if node.restored:
             node.restored = False
             actions += [SendMessage(agent, want) for wants in self._wanted.values() for want in wants]
+        if believed and isinstance(message.body, NodeBeat):
+            node.launch_holds = message.body.launch_holds
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
             kept = [StoreMessage()] if believed and not isinstance(message.body, wire.AgentLeaving) else []
@@ -320,12 +322,13 @@ class RunProtocol:
             return []
         actions: list[Action] = []
         for agent, node in self.nodes.items():
-            if node.lost and not node.told_silent and not node.replaced and now - node.heard > TOLD_S:
+            told_s = node.silent_s if node.was_killed else TOLD_S
+            if node.lost and not node.told_silent and not node.replaced and now - node.heard > told_s:
                 node.told_silent = True
                 others = f"{heard} other node{' is' if heard == 1 else 's are'} heard"
-                for_how_long = f"has been silent for {now - node.heard:.0f} s"
-                text = f"{self._text_of(agent)} {for_how_long}: the node, or the link to it, is lost; {others}"
-                actions.append(NotifyUser(text, Code.LOST))
+                silent = f"has been silent for {now - node.heard:.0f} s: the node, or the link to it, is lost"
+                what = WAS_KILLED if node.was_killed else silent
+                actions.append(NotifyUser(f"{self._text_of(agent)} {what}; {others}", Code.LOST))
             elif node.told_silent and not node.lost:
                 node.told_silent = False
                 actions.append(NotifyUser(f"{self._text_of(agent)} is heard again", Code.LOST))
@@ -356,7 +359,7 @@ class RunProtocol:
             return []
         actions: list[Action] = []
         for node in self.nodes.values():
-            if not node.gone and now - node.heard > SILENT_S:
+            if not node.gone and now - node.heard > node.silent_s:
                 node.lost = True
         actions += self._conclude_asking(now)
         actions += self._tell_of_silence(now)
@@ -379,7 +382,8 @@ class RunProtocol:
         if not nodes:
             return self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         byes = [node.bye_at for node in nodes if node.bye is not None]
-        silent = [node for node in nodes if node.bye is None]
+        over = bool(byes) and self._over_since is not None and now - self._over_since >= STOP_AFTER_S
+        silent = [node for node in nodes if node.bye is None and not (over and self._is_held(node))]
         if not silent:
             expected = max(self.expected_nodes, *(node.hello.min_nodes for node in nodes))
             # an agent that has said goodbye goes on beating until it has the verdict
@@ -390,7 +394,18 @@ class RunProtocol:
         launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
 
+    def _is_held(self, node: NodeState) -> bool:
+        """Its ranks have all left with exit code 0, so torchrun's exit barrier holds its launch: for five minutes, as
+        the others have failed. It has nothing to add."""
+        ranks = self.claims.ranks_of(node_of(node.hello.agent))
+        return len(ranks) >= max(1, node.hello.nproc) and self.asking.have_left(self.claims.last_attempt, ranks)
+
     @property
     def lost_agents(self) -> list[str]:
         """Agents that went silent."""
         return [a for a, node in self.nodes.items() if node.lost and node.bye is None and not node.replaced]
+
+    @property
+    def killed_agents(self) -> list[str]:
+        """Those of them that were ended, and their launches with them."""
+        return [agent for agent in self.lost_agents if self.nodes[agent].was_killed]

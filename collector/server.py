@@ -311,6 +311,7 @@ class CollectorServer:
             store.add(agent, message, data)
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
+        store.set("killed_agents", to_json(run_protocol.killed_agents).decode())
         counters = self._turned_away()
         metrics = self.viewers.metrics
         if metrics is not None:

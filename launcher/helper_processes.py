@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import IO
 
@@ -20,7 +20,8 @@ from ..core.guest.own_imports import own_command
 from ..core.host import OwnClock
 from ..core.text import from_json
 from ..core.wire.messages import StopRanks
-from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line
+from ..core.wire.pipe import AgentConfig, ConnectionHanded, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line
+from .held_connection import HeldConnection
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10
@@ -50,7 +51,8 @@ class HelperProcess:
     If its settings cannot be written to it, it is killed, and a reader of its output sees the end.
     """
 
-    def __init__(self, module: str, config: msgspec.Struct) -> None:
+    def __init__(self, module: str, config: msgspec.Struct, inherited: Collection[int] = ()) -> None:
+        """`inherited` are descriptors that it has as well."""
         with open(os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
             self._process = subprocess.Popen(
                 own_command(f"gpuwatch.{module}"),
@@ -58,6 +60,7 @@ class HelperProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -126,9 +129,9 @@ class RestartedHelper:
         """Process id of the running process; 0 if there is none."""
         return self._child.pid if self._child is not None else 0
 
-    def _begin(self, config: msgspec.Struct) -> HelperProcess | None:
+    def _begin(self, config: msgspec.Struct, inherited: Collection[int] = ()) -> HelperProcess | None:
         try:
-            return HelperProcess(self._module, config)
+            return HelperProcess(self._module, config, inherited)
         except OSError as error:
             if str(error) != self._trouble:
                 self._say(coded(f"the {self._name} could not be started: {error}{self._if_not_started}", self._code))
@@ -189,8 +192,16 @@ class NodeAgent(RestartedHelper):
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()
         """An agent that is started again hears all messages, in order."""
-        self._child = self._begin(self._config)
+        self._connection = HeldConnection()
+        self._child = self._begin_agent()
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
+
+    def _begin_agent(self) -> HelperProcess | None:
+        its_own = self._connection.begin()
+        if its_own is None:
+            return self._begin(self._config)
+        with its_own:
+            return self._begin(replace(self._config, launch_fd=its_own.fileno()), [its_own.fileno()])
 
     @property
     def is_over(self) -> bool:
@@ -230,6 +241,8 @@ class NodeAgent(RestartedHelper):
             child = self._child
         if child is not None:
             child.end(timeout_s)
+        with self._lock:
+            self._connection.close()
 
     def _start_again(self) -> bool:
         with self._lock:
@@ -240,7 +253,7 @@ class NodeAgent(RestartedHelper):
                 self._say(coded(text, self._code))
                 self._child.end(0.01)
             self._config = replace(self._config, life=self._config.life + 1)
-            self._child = self._begin(self._config)
+            self._child = self._begin_agent()
             if self._child is not None:
                 for message in self._told:
                     write_line(self._child.stdin, message)
@@ -257,6 +270,9 @@ class NodeAgent(RestartedHelper):
             self._say(message.text)
         elif isinstance(message, StopRanks):
             self._stop(message.reason, message.restart)
+        elif isinstance(message, ConnectionHanded):
+            with self._lock:
+                self._connection.take()
         elif isinstance(message, NodeWelcomed):
             self._config = replace(self._config, hello=replace(self._config.hello, run=message.run))
             self.welcomed.set()

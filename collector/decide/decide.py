@@ -15,9 +15,10 @@ from ...core.verdicts import Certainty, NodeBlame, VerdictKind
 from ...core.wire.batch_job import SchedulerJob, fill_command
 from ...core.wire.messages import AgentHello
 from ..ends.abort_verdict import abort_verdict, missed_init_verdict
-from ..ends.ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
+from ..ends.ending_verdict import ending_verdict, interrupted_verdict, unexplained_verdict
 from ..ends.hang_verdict import ended_verdict, hang_verdict
 from ..ends.killed_together import killed_together_verdict
+from ..ends.lost_node import lost_node_verdict
 from ..ends.missing_nodes import unheard_nodes
 from ..ends.orphaned_ranks import orphaned_steps
 from ..ends.preempted_ranks import preemption_verdict

@@ -37,7 +37,8 @@ def last_look(rank: RankFacts) -> RankLook | None:
     elif exit_.by == "itself":
         stack, state, busy = [line for line in stack or exit_.stack if line.line], "S", 0.0
     where, groups = exit_.where, exit_.groups
-    return RankLook(where, 0, exit_.still_s, phase, exit_.module, exit_.cls, state, busy, stack, groups)
+    place = exit_.module, exit_.cls
+    return RankLook(where, 0, exit_.still_s, phase, *place, state, busy, stack, groups, after=exit_.after)
 
 
 def looks_of(ranks: Iterable[RankFacts]) -> dict[int, RankLook]:

@@ -25,6 +25,7 @@ from .hang_model import begun_in, standing_at
 from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps, raised_at
+from .lost_node import lost_node_verdict
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .orphaned_ranks import orphaned_text
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
@@ -353,52 +354,6 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         cause=cause,
         concurrent=_beside(facts, endings),
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in _by_themselves(endings))}),
-    )
-
-
-def lost_node_verdict(facts: RunFacts) -> Verdict | None:
-    """A node that went silent while the job failed elsewhere, or that the scheduler has lost."""
-    lost = [node for node in facts.nodes.values() if node.lost] if facts.failed else []
-    if not lost:
-        return _down_verdict(facts)
-    hosts = ", ".join(sorted(node.name for node in lost))
-    ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
-    who = ranks_text(ranks) if ranks else "no rank known"
-    return Verdict(
-        VerdictKind.LOST,
-        f"Node {hosts} ({who}) went silent: the node, or the link to it, is lost.",
-        Certainty.SUPPORTED,
-        rank=ranks[0] if len(ranks) == 1 else None,
-        host=hosts,
-        attempt=facts.last_attempt,
-        evidence=[f"the agent on {hosts} sent no more messages, and no goodbye"],
-        cascade=cascade_of(facts, facts.last_attempt, set(ranks)),
-        next=[f"Check whether {hosts} is up; if not, leave it out of the next run."],
-    )
-
-
-def _down_verdict(facts: RunFacts) -> Verdict | None:
-    """The scheduler has lost a node and ended the job for it. The node itself may still run."""
-    down = facts.down_nodes
-    if not down:
-        return None
-    jobs = {n.agent: n.hello.job for n in facts.nodes.values() if n.hello is not None and n.hello.job is not None}
-    agents = {agent for agent, job in jobs.items() if job.node in down}
-    scheduler = next((job.scheduler for job in jobs.values()), "The scheduler")
-    daemon = next((job.daemon for job in jobs.values() if job.daemon), "")
-    told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
-    ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
-    names = ", ".join(down)
-    who = ranks_text(ranks) if ranks else "no rank known"
-    return Verdict(
-        VerdictKind.LOST,
-        f"{scheduler} has lost node {names} ({who}) and ended the job.",
-        Certainty.ESTABLISHED,
-        rank=ranks[0] if len(ranks) == 1 else None,
-        host=names,
-        attempt=facts.last_attempt,
-        evidence=[f"{told_by} says that {names} is down", *progress_of(facts, facts.last_attempt)],
-        next=[f"Check whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 
 

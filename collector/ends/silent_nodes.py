@@ -12,6 +12,9 @@ from .hang_model import HangFinding, position_of
 
 SILENT = "silent"
 """Cause of such a finding."""
+WAS_SILENT = "went silent: the node, or the link to it, is lost"
+WAS_KILLED = "ended without a word: the launch and the agent there were killed, or the host went down"
+"""What is said of one node whose connection was closed at its end, with no goodbye."""
 
 
 def ranks_by_host(nodes: Iterable[tuple[str, list[int]]]) -> dict[str, list[int]]:
@@ -34,7 +37,7 @@ def with_silent_nodes(
     is_whole = len(answered) + ended + len(ranks) >= world_size
     if not ranks or answered & set(ranks) or not is_whole or (found.ranks and found.certainty != Certainty.UNKNOWN):
         return found
-    statement = f"{node_text(silent)} went silent: the node, or the link to it, is lost."
+    statement = f"{node_text(silent)} {WAS_SILENT}."
     waiting = sorted(look.where.rank for look in looks if position_of(look).waiting)
     if waiting:
         statement += f" {ranks_text(waiting).capitalize()} wait{'s' if len(waiting) == 1 else ''} for what is there."

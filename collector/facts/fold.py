@@ -41,12 +41,15 @@ LoadHistory = Callable[[str, int], RankHistoryMessage | None]
 """The same for a history."""
 
 
-def fold(stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = ()) -> RunFacts:
-    """Put messages together; all pages are kept. `lost_agents` went silent, as the collector saw it."""
+def fold(
+    stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), killed_agents: Iterable[str] = ()
+) -> RunFacts:
+    """Put messages together; all pages are kept. `lost_agents` went silent, as the collector saw it; `killed_agents`
+    are those of them whose launches have ended, too."""
     folded = FactFold()
     for agent, n, body in stored:
         folded.add(agent, n, body)
-    return folded.facts(lost_agents)
+    return folded.facts(lost_agents, killed_agents)
 
 
 def _masked(hello: messages.AgentHello) -> messages.AgentHello:
@@ -115,7 +118,9 @@ class FactFold:
         """The facts without the pending diagnoses and inferences: it costs nothing."""
         return self._facts
 
-    def facts(self, lost_agents: Iterable[str] = (), *, most_diagnosed: int | None = None) -> RunFacts:
+    def facts(
+        self, lost_agents: Iterable[str] = (), killed_agents: Iterable[str] = (), *, most_diagnosed: int | None = None
+    ) -> RunFacts:
         """The facts now. The same object changes with the messages that are added.
 
         `most_diagnosed` limits how many ranks are diagnosed from new pages; ranks with the earliest anomalies go first.
@@ -127,10 +132,10 @@ class FactFold:
         self._take_preflights_of_peers()
         facts.processes = facts.never_ranks()
         self._infer_anomalies()
-        lost = set(map(node_of, lost_agents))
+        lost, killed = set(map(node_of, lost_agents)), set(map(node_of, killed_agents))
         not_heard = self._heard.lost()
         for node in facts.nodes.values():
-            node.lost = node.agent in lost
+            node.lost, node.killed = node.agent in lost, node.agent in killed
             node.messages_lost = not_heard.get(node.agent, 0)
             node.gpu_events.sort(key=lambda event: event.time_ns)
         dropped: dict[int, int] = {}

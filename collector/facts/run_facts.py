@@ -22,6 +22,8 @@ class NodeFacts:
     signal: NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
+    killed: bool = False
+    """It was lost as its launch and its agent ended."""
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that measured it), in nanoseconds."""
     gpu_events: list[GpuXid | GpuCounters | GpuHealth] = field(default_factory=list)

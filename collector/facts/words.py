@@ -50,6 +50,13 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
 
 
 OUTSIDE = "outside of a forward, "
+_SINCE = {
+    "": OUTSIDE + "after batch {}",
+    "forward": "after the forward of batch {}, before a backward",
+    "backward": "after the backward of batch {}, before an optimizer step",
+    "optimizer": "after the optimizer step of batch {}",
+}
+"""By what ended last. An evaluation has no backward, and an accumulated gradient no step: none is said to follow."""
 
 
 def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
@@ -59,9 +66,12 @@ def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
         inside = f", in {module_text(seen.module, seen.cls)}" if seen.module is not None else ""
         return f"in the forward of batch {batch}{inside}"
     if seen.phase in ("backward", "optimizer"):
-        return f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
+        inside = f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
+        # a backward's end is seen by the stack alone, and a process that is stopped gives none
+        may_be_over = seen.phase == "backward" and isinstance(seen, RankLook) and seen.state in ("T", "t")
+        return f"{inside}, or after it" if may_be_over and not seen.stack else inside
     if seen.phase == "script":
-        return f"{OUTSIDE}after batch {batch}" if batch >= 0 else "before its first batch"
+        return _SINCE[seen.after].format(batch) if batch >= 0 else "before its first batch"
     last = f" (its last batch: {batch})" if batch >= 0 else ""
     return {
         "preflight": "in the preflight",

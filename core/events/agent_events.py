@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .rank_standing import GroupState, HeardSignal, StackLine, ThreadSeen
+from .rank_standing import EndedPart, GroupState, HeardSignal, StackLine, ThreadSeen
 from .run_position import RankEvent
 
 
@@ -51,6 +51,8 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """And the most bytes that it has used; 0: unknown."""
     resident: int = 0
     """If the rank ended badly: the most bytes that its agent has seen it to have in memory; 0: unknown."""
+    after: EndedPart = ""
+    """In phase `script`: what ended last in its last batch."""
 
     @property
     def runs_on(self) -> bool:
@@ -90,6 +92,8 @@ class RankLook(RankEvent, frozen=True, tag="look"):
     """If the rank did not answer: native calls inside the innermost call of `stack`, as py-spy reads them."""
     threads: list[ThreadSeen] = []
     """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
+    after: EndedPart = ""
+    """As of WorkerExit."""
 
 
 class SeenLine(msgspec.Struct, frozen=True):

@@ -105,7 +105,7 @@ SELF_CHECK = "self-check"
 """The part of a fault that says that a kernel, or a copy, gave wrong numbers on a device, and is off."""
 _NOTES = f"hooks, names of torch, device note, native frame writer, log_to, meshes, teardown, {SELF_CHECK}"
 """About how frames are read and written, and what else is reported about a rank."""
-_LOOK_BACK = "step times, history, forecasts, hottest modules, pages at rest"
+_LOOK_BACK = "step times, history, forecasts, hottest modules, pages at rest, step position"
 """The node agent's: they look back at frames that it has."""
 FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(
     ", ".join((_COST_EVIDENCE, _NOTES, _LOOK_BACK)).split(", "), False

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+EndedPart = Literal["", "forward", "backward", "optimizer"]
+"""A part of a batch that has ended, with no other begun since; "" is unknown."""
 
 
 class IssuedOperation(msgspec.Struct, frozen=True):

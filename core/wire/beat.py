@@ -157,6 +157,8 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     """Its processors and memory (`pack_list` of one HostNow), while somebody watches live. It decides nothing."""
     looks: bytes = b""
     """Where its ranks stand (`pack_list` of RankLook), where a viewer has asked. It decides nothing."""
+    launch_holds: bool = False
+    """The launch holds this connection, too: it is closed once both have ended. An earlier agent does not say."""
 
 
 def pack_list(found: list[HotModule] | list[GpuNow] | list[HostNow] | list[RankLook]) -> bytes:

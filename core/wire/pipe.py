@@ -39,6 +39,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """It ends what its launch leaves behind, should that be killed."""
     telemetry_s: float = 0.0
     """How often the figures of the node are read; 0: never."""
+    launch_fd: int = -1
+    """Descriptor through which it hands its connections to its launch; -1: it has none."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -99,7 +101,11 @@ class NodeWelcomed(msgspec.Struct, frozen=True, tag="welcomed"):
     run: str
 
 
-FromAgent = UserNotice | StopRanks | JobResult | VerdictWait | NodeWelcomed
+class ConnectionHanded(msgspec.Struct, frozen=True, tag="handed"):
+    """A connection with the collector is there, for the launch to hold (launcher/held_connection.py)."""
+
+
+FromAgent = UserNotice | StopRanks | JobResult | VerdictWait | NodeWelcomed | ConnectionHanded
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):

@@ -17,6 +17,7 @@ from ...core.errors import Code, coded
 from ...core.wire import messages
 from ...core.wire.beat import NodeBeat
 from ...core.wire.pipe import AgentConfig, UserNotice
+from .handed_connection import HandedConnection
 from .outbox import MessageOutbox
 
 UNREACHABLE_S = 30.0
@@ -58,13 +59,16 @@ class CollectorLink:
         self._told_unreachable = False
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
-        self._socket = self._connect(config, identity)
+        self._socket = self._make_socket(config, identity)
+        self._connection = HandedConnection(self._socket, config.launch_fd, tell)
+        if config.collector:  # else the launch could not start one
+            self._socket.connect(config.collector)
         self.fd = int(self._socket.FD)
         """For polling: readable when a message has arrived."""
         self._used = True
         """It was used since the last `hear`. Its descriptor may then hide an arrival: ZMQ_FD, zmq_getsockopt(3)."""
 
-    def _connect(self, config: AgentConfig, identity: bytes) -> zmq.Socket[bytes]:
+    def _make_socket(self, config: AgentConfig, identity: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.identity = identity
         socket.linger = 0
@@ -80,8 +84,6 @@ class CollectorLink:
         socket.curve_serverkey = config.server_key.encode()
         socket.curve_publickey = config.public_key.encode()
         socket.curve_secretkey = config.private_key.encode()
-        if config.collector:  # else the launch could not start one
-            socket.connect(config.collector)
         return socket
 
     def on_message(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[messages.CollectorMessage]:
@@ -130,6 +132,7 @@ class CollectorLink:
         """Send every due message, and a beat when one is due. `beat` makes it, without its times."""
         if self.refused:
             return
+        self._connection.turn()
         if not self.outbox.empty and self._resending.is_due(now):
             self.outbox.send_again()
         for number, data in self.outbox.due():
@@ -141,7 +144,8 @@ class CollectorLink:
             sent_ns, (round_trip_ns, offset_ns) = time.time_ns(), self._clock.best or (None, None)
             self._beats.sent(sent_ns, now)
             timed = replace(beat(), sent_ns=sent_ns, clock_offset_ns=offset_ns, clock_round_trip_ns=round_trip_ns)
-            if self._try_send(messages.encode(messages.AgentMessage(0, timed))):
+            whole = replace(timed, launch_holds=self._connection.is_held)
+            if self._try_send(messages.encode(messages.AgentMessage(0, whole))):
                 self._resending.beat(sent_ns, self.outbox.last_sent)
         is_late = now - self._began > UNREACHABLE_S and self._address and not self.welcomed
         if is_late and not self._told_unreachable:
@@ -167,6 +171,7 @@ class CollectorLink:
 
     def close(self) -> None:
         """Let go of the socket, once it has sent what it holds."""
+        self._connection.close()
         self._socket.close(linger=_LINGER_MS)
         if self._own_context:
             ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")

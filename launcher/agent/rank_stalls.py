@@ -243,16 +243,18 @@ class StallWatch:
             if state is None or watch.ended:
                 continue
             rest = self._rest(watch, state.batch, now)
+            phase = "script" if state.phase == "backward" and has_left_backward(found.stack) else state.phase
             yield RankLook(
                 where=watch.where(state),
                 number=number,
                 still_s=round(rest.seconds(now), 1),
-                phase="script" if state.phase == "backward" and has_left_backward(found.stack) else state.phase,
+                phase=phase,
                 module=state.module,
                 cls=state.cls,
                 groups=with_device(watch.groups(), nccl.found, time.time_ns()),
                 **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
+                after=watch.ended_part(state.batch) if phase == "script" else "",
             )
 
     def _is_due(self, look: _RankQuestions, now: float) -> bool:

@@ -18,7 +18,7 @@ from ...core.events.alarms import Anomaly
 from ...core.events.definitions import Definition
 from ...core.events.log_entries import WorkerEvent
 from ...core.events.own_limits import OwnFault
-from ...core.events.rank_standing import GroupState
+from ...core.events.rank_standing import EndedPart, GroupState
 from ...core.events.run_position import RunPosition
 from ...core.events.script_events import ScriptError, ScriptExit
 from ...core.identity import is_rank, rank_name
@@ -32,6 +32,7 @@ from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values
 from .stacks import fatal_stacks
+from .step_position import ended_part
 from .unjudged_pages import unjudged_pages
 
 T = TypeVar("T")
@@ -191,6 +192,8 @@ class RankWatch:
                     exit_ = replace(exit_, shm_free=shutil.disk_usage("/dev/shm").free)
         if exit_.phase == "backward" and has_left_backward(exit_.main):
             exit_ = replace(exit_, phase="script")
+        if exit_.phase == "script":
+            exit_ = replace(exit_, after=self.ended_part(state.batch))
         if (times := self.steps.event(where)) is not None:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
@@ -287,6 +290,14 @@ class RankWatch:
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
+
+    def ended_part(self, batch: int) -> EndedPart:
+        """What ended last in this batch, its last one, where its script is in none of its parts."""
+        try:
+            return self._read(lambda reader: ended_part(reader, batch), "")
+        except Exception as error:  # the page is damaged
+            self._failed("step position", error)
+            return ""
 
     def timeout_s(self) -> float:
         """Of the process group in which it has waited for longest; of its default group if no table shows it waiting.

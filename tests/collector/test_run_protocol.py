@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.decide.overflow_at_rest import RestingOverflow
-from gpuwatch.collector.node_state import GONE_S, SILENT_S
+from gpuwatch.collector.ends.silent_nodes import WAS_KILLED
+from gpuwatch.collector.node_state import GONE_S, KILLED_S, SILENT_S
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
     LINGER_S,
@@ -65,9 +66,9 @@ class Cluster:
             self._sent[agent] = n
         return self.run_protocol.on_message(agent, AgentMessage(n, body, max(0, n - 1)), now)
 
-    def beat(self, now, *agents):
+    def beat(self, now, *agents, launch_holds=False):
         for agent in agents:
-            self.say(agent, NodeBeat([], {}), now)
+            self.say(agent, NodeBeat([], {}, launch_holds=launch_holds), now)
 
     def tick(self, now):
         return self.run_protocol.tick(now)
@@ -336,6 +337,38 @@ def test_after_a_failure_the_other_nodes_are_told_to_stop_once(two):
     assert sent(two.tick(11 + STOP_AFTER_S), StopRanks) == []
 
 
+def test_a_node_whose_ranks_have_all_left_is_not_waited_for_after_the_others_failure(two, make):
+    """Its launch is in torchrun's exit barrier."""
+    two.say("a1", make.ended(1), 9)
+    two.say("a0", NodeBye("failed"), 10)
+    two.beat(10, "a1")
+    assert two.tick(9.9 + STOP_AFTER_S) == []
+    assert FinishRun() in two.tick(10 + STOP_AFTER_S)
+    assert not two.run_protocol.lost_agents
+
+
+@pytest.mark.parametrize(
+    ("nproc", "ends"),
+    [(1, [{"code": 1}]), (1, [{"attempt": 0}, {"attempt": 1, "code": -15}]), (2, [{}])],
+    ids=["failed", "left an attempt before", "one of two"],
+)
+def test_any_other_node_is_waited_for_until_it_says_goodbye(make, nproc, ends):
+    cluster = Cluster(make, nproc=nproc)
+    for end in ends:
+        cluster.say("a1", make.ended(nproc, **end), 9)
+    cluster.say("a0", NodeBye("failed"), 10)
+    cluster.beat(20, "a1")
+    assert FinishRun() not in cluster.tick(20)
+
+
+def test_while_the_job_may_go_on_a_node_whose_ranks_have_left_is_waited_for(make):
+    cluster = Cluster(make, max_nodes=4)
+    cluster.say("a1", make.ended(1), 9)
+    cluster.say("a0", NodeBye("failed"), 10)
+    cluster.beat(20, "a1")
+    assert cluster.tick(20) == []
+
+
 def test_a_node_that_ends_by_itself_in_time_is_not_told(two):
     two.say("a0", NodeBye("failed"), 10)
     two.say("a1", NodeBye("failed"), 12)
@@ -468,6 +501,85 @@ def test_one_node_of_which_no_connection_was_closed_is_waited_for_longest(make):
     three.say("a0", NodeBye("failed"), 101)
     assert FinishRun() not in three.tick(100 + GONE_S)
     assert FinishRun() in three.tick(101 + GONE_S)
+
+
+def test_a_node_whose_launch_and_agent_have_ended_is_lost_soon(two):
+    two.beat(100, "a1", launch_holds=True)
+    two.run_protocol.on_closed("a1", 99.9)
+    two.say("a0", NodeBye("failed"), 101)
+    assert two.tick(100 + KILLED_S) == []
+    assert two.tick(100.1 + KILLED_S) == [FinishRun()]
+    assert two.run_protocol.killed_agents == two.run_protocol.lost_agents == ["a1"]
+
+
+def test_an_agent_that_its_launch_outlives_is_waited_for(two):
+    two.beat(100, "a1", launch_holds=True)  # so nothing closes the connection
+    two.say("a0", NodeBye("failed"), 101)
+    two.tick(100 + SILENT_S)
+    assert not two.run_protocol.lost_agents
+    assert FinishRun() not in two.tick(100 + GONE_S)
+    assert FinishRun() in two.tick(101 + GONE_S)
+    assert two.run_protocol.lost_agents == ["a1"]
+    assert not two.run_protocol.killed_agents
+
+
+def test_a_cut_link_is_no_death_also_where_the_launch_holds_the_connection(two):
+    two.beat(100, "a1", launch_holds=True)
+    two.say("a0", NodeBye("failed"), 100)
+    two.run_protocol.on_closed("a1", 131)  # ZeroMQ has given it up
+    assert FinishRun() not in two.tick(100 + GONE_S)
+    assert FinishRun() in two.tick(101 + GONE_S)
+    assert not two.run_protocol.killed_agents
+
+
+def test_a_node_whose_link_was_reset_and_came_back_is_not_lost(two):
+    two.beat(100, "a0", "a1", launch_holds=True)
+    two.run_protocol.on_closed("a1", 100.1)
+    two.beat(103, "a0", "a1")
+    two.tick(110)
+    assert not two.run_protocol.lost_agents
+    two.tick(104 + SILENT_S)
+    assert two.run_protocol.lost_agents == ["a0", "a1"]
+    assert not two.run_protocol.killed_agents
+
+
+def test_a_connection_that_the_launch_lets_go_of_for_the_next_one_ends_nobody(two):
+    two.beat(100, "a1", launch_holds=True)
+    two.beat(100.5, "a1", launch_holds=True)  # over the next one
+    two.run_protocol.on_closed("a1", 100.6)
+    two.beat(101, "a1", launch_holds=True)
+    two.beat(102, "a1", launch_holds=True)
+    two.say("a0", NodeBye("failed"), 102)
+    assert FinishRun() not in two.tick(103 + KILLED_S)
+
+
+def test_a_killed_node_is_told_while_the_others_go_on_and_so_is_its_return(two):
+    two.beat(100, "a0", "a1", launch_holds=True)
+    two.run_protocol.on_closed("a1", 100.1)
+    two.beat(101 + KILLED_S, "a0", launch_holds=True)
+    (told,) = two.tick(101 + KILLED_S)
+    assert told == NotifyUser(f"Node h1 {WAS_KILLED}; 1 other node is heard", Code.LOST)
+    assert two.tick(102 + KILLED_S) == []
+    two.beat(103 + KILLED_S, "a1")
+    assert two.tick(103 + KILLED_S) == [NotifyUser("Node h1 is heard again", Code.LOST)]
+
+
+def test_a_node_that_says_goodbye_before_its_connection_ends_is_not_lost(two):
+    two.beat(100, "a0", "a1", launch_holds=True)
+    two.say("a1", NodeBye("failed"), 100)
+    two.run_protocol.on_closed("a1", 100.1)
+    two.beat(101 + KILLED_S, "a0", launch_holds=True)
+    two.tick(101 + KILLED_S)
+    assert not two.run_protocol.lost_agents
+
+
+def test_the_place_of_a_killed_node_is_free_for_its_next_launch(two, make):
+    two.beat(100, "a0", "a1", launch_holds=True)
+    two.run_protocol.on_closed("a1", 100.1)
+    two.beat(101 + KILLED_S, "a0", launch_holds=True)
+    two.tick(101 + KILLED_S)
+    welcomed = two.say("a9", make.hello("a9", "h1", 1, 2), 101 + KILLED_S)
+    assert sent(welcomed, RunWelcome)
 
 
 def test_when_the_launch_and_all_agents_are_gone_the_report_is_made(two):

@@ -26,9 +26,10 @@ ABORT = (*TOLD, "--on-hang", "abort")
     [
         ("forward", "in forward, in the forward of batch 3, in `0` (Block): time.sleep(0.01)."),
         ("backward", "in backward, in the backward of batch 3: time.sleep(0.01)."),
-        ("data", "in load_batch, after batch 2: time.sleep(0.01)."),
-        ("checkpoint", "in save_checkpoint, after batch 2: time.sleep(10_000)."),
-        ("stopped", "stopped (by SIGSTOP, Ctrl-Z or a debugger), outside of a forward, after batch 2."),
+        ("data", "in load_batch, after the optimizer step of batch 2: time.sleep(0.01)."),
+        ("checkpoint", "in save_checkpoint, after the optimizer step of batch 2: time.sleep(10_000)."),
+        ("stopped", "stopped (by SIGSTOP, Ctrl-Z or a debugger), after the optimizer step of batch 2."),
+        ("between", "stopped (by SIGSTOP, Ctrl-Z or a debugger), after the forward of batch 3, before a backward."),
     ],
 )
 def test_it_is_named_with_what_it_does(bench, how, place):

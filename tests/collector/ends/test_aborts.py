@@ -101,6 +101,14 @@ def test_who_was_waited_for_is_named_and_not_who_waited(make, main, operation, s
     assert [one.rank for one in verdict.cascade] == [0]
 
 
+def test_the_last_look_has_what_had_ended_last_in_the_batch(make):
+    (told,) = stopped(1, [OWN])
+    ended = [EventMessage(replace(told.event, after="optimizer"))]
+    verdict = verdict_of(make, aborted(0, BARRIER), ended)
+
+    assert "slow_eval, after the optimizer step of batch 3: time.sleep(40). " in verdict.statement
+
+
 def test_several_that_waited_are_one_finding(make):
     verdict = verdict_of(make, aborted(0, BACKWARD), stopped(1, [OWN]), aborted(2, BACKWARD))
 

@@ -36,6 +36,7 @@ FROM_AGENT = [
     pipe.JobResult(4, VerdictKind.OVERFLOW, "té\nxt", "r.json"),
     pipe.VerdictWait(),
     pipe.NodeWelcomed("20261122-1"),
+    pipe.ConnectionHanded(),
 ]
 FROM_COLLECTOR = [
     pipe.CollectorBound("tcp://0.0.0.0:1", "runs/x"),

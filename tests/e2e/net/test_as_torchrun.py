@@ -222,6 +222,14 @@ def an_agent_is_frozen(nodes):
     frozen(nodes.process(nodes.other, "gpuwatch.launcher.agent.agent"), LONG_S)
 
 
+def an_agent_is_killed(nodes):
+    """Its launch holds its connection, and starts another."""
+    nodes.start_both()
+    agent = nodes.process(nodes.other, "gpuwatch.launcher.agent.agent")
+    if agent is not None:
+        agent.kill()
+
+
 def the_collector_is_frozen(nodes):
     nodes.start_both()
     frozen(nodes.process(nodes.head, "gpuwatch.collector"), LONG_S)
@@ -237,6 +245,7 @@ SURVIVED = [
     a_rank_is_frozen,
     a_launch_is_frozen,
     an_agent_is_frozen,
+    an_agent_is_killed,
     the_collector_is_frozen,
 ]
 
@@ -290,6 +299,7 @@ def test_where_torchrun_ends_gpuwatch_ends_and_names_the_node(bench, network, fa
     assert codes == [1, LOST]
     verdict = json.loads((watched.folder / "gpuwatch-runs" / "latest" / "report.json").read_text())["verdict"]
     assert (verdict["kind"], verdict["host"], verdict["rank"]) == ("lost", watched.other.host, 1)
+    assert ("ended without a word" in verdict["statement"]) == (fault is a_node_is_killed)
     for rank in (0, 1):
         both = min(len(nodes.losses(rank)) for nodes in (plain, watched))
         assert both > 0
