@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
+from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, runs_by_time
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
@@ -116,11 +116,22 @@ def _connected(link: ViewSubscriber[T], path: Path) -> Iterator[ViewSubscriber[T
         if not link.is_shown:
             found = f"no collector that shows {path.name}; for its result: {command_for(path)}"
             if read_outcome(RunPaths(path)) is not None:
-                found = f"{path.name}, which has ended; its report: {command_for(path)}"
+                found = f"{path.name}, which has ended; its report: {command_for(path)}{_not_ended(path.parent)}"
             raise UsageError(Code.NOT_RUNNING, f"expected a run in progress, found {found}")
         yield link
     finally:
         link.close()
+
+
+def _not_ended(runs_dir: Path) -> str:
+    """`; 20261130-0637 has not ended: gpuwatch stacks gpuwatch-runs/20261130-0637`, of the last one there; else ""."""
+    running = [paths.folder for paths in runs_by_time(runs_dir) if is_open(paths.folder)]
+    context = click.get_current_context()
+    return (
+        f"; {running[-1].name} has not ended: {command_for(running[-1], does=str(context.info_name))}"
+        if running
+        else ""
+    )
 
 
 def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:

@@ -245,7 +245,7 @@ class RunProtocol:
         if isinstance(body, wire.NodeBye):
             node.bye, node.bye_at = body, now
             fixed = node.hello.min_nodes == node.hello.max_nodes
-            if body.outcome != "ok" and (fixed or node.hello.starts_all):
+            if body.outcome != "ok" and not body.runs_on and (fixed or node.hello.starts_all):
                 self._job_is_over(now)
         return []
 

@@ -8,6 +8,7 @@ import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import new_run
 from gpuwatch.core.errors import UsageError
+from gpuwatch.core.wire.view import ViewerKeys
 from gpuwatch.launcher.last_run import remember_run, remembered_run
 
 STORE = Path(__file__).parent / "data" / "runs" / "leaf.sqlite.xz"
@@ -131,6 +133,12 @@ def test_a_run_that_has_ended_is_not_called_one_without_a_collector(run):
     for words in (["stacks"], ["top", "--once"]):
         error = CliRunner().invoke(cli, words).exception
         assert f"found first, which has ended; its report: gpuwatch report {folder}" in str(error)
+    running = run("second", Path("gpuwatch-runs")).absolute()
+    (running / "view.json").write_bytes(msgspec.json.encode(ViewerKeys("tcp://127.0.0.1:1", "", "", "")))
+    (Path("gpuwatch-runs") / "latest").unlink()
+    (Path("gpuwatch-runs") / "latest").symlink_to("first")
+    error = CliRunner().invoke(cli, ["stacks"]).exception
+    assert f"; second has not ended: gpuwatch stacks {running}" in str(error)
     (folder / "verdict.json").unlink()
     assert "found no collector that shows first" in str(CliRunner().invoke(cli, ["stacks"]).exception)
 

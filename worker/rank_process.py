@@ -69,7 +69,8 @@ def hear_of_ends(
 
     @functools.wraps(real_exit)
     def _exit(status: int) -> Any:
-        before_exit(sys._getframe(1))
+        if isinstance(status, int):  # else it raises, and the script goes on
+            before_exit(sys._getframe(1))
         real_exit(status)
 
     patches = PatchLedger()

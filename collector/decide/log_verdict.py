@@ -27,6 +27,8 @@ _SIGNALS = (-11, -7, -4, -8)
 _NOT_TORCHRUNS = (*_SIGNALS, -9, -6)
 """With SIGKILL and SIGABRT. torchrun sends healthy ranks SIGTERM or SIGINT, and SIGKILL only after it has noted who
 failed."""
+_OF_AN_ERROR = 1
+"""Python's exit code after any error, which a rank may have raised because of another. A higher one is the script's."""
 _OF_ONE_SIZE = frozenset({"ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"})
 """Collectives to which all ranks must give as many elements."""
 _BETWEEN_TWO = frozenset({"SEND", "RECV", "COALESCED"})
@@ -184,12 +186,12 @@ def _signalled(facts: LogFacts) -> Verdict | None:
 
 
 def _ended_first(facts: LogFacts) -> Verdict | None:
-    """The rank that a signal ended and that torchrun noted first, where no line tells another cause.
+    """The rank that torchrun saw end first by a signal or a code of its own, where no line tells another cause.
 
     The first of another node counts for nothing if it wrote itself that it only lost a peer. Libraries abort those that
     lost a peer or waited for one, and say that in C++, where no prefix tells whose line it is.
     """
-    killed = {failure.rank: failure for failure in facts.failures if failure.code in _NOT_TORCHRUNS}
+    killed = {each.rank: each for each in facts.failures if each.code in _NOT_TORCHRUNS or each.code > _OF_AN_ERROR}
     victims = {one.rank for one in facts.raised if one.why == "follows"}
     firsts = {failure.rank for failure in facts.failures if failure.is_first} - (victims - killed.keys())
     told = any(one.why == "unclear" for one in facts.raised) or any(found.own for _, found in facts.explained)
@@ -197,18 +199,23 @@ def _ended_first(facts: LogFacts) -> Verdict | None:
     if told or elsewhere or facts.progress or len(firsts) != 1 or not firsts <= killed.keys():
         return None
     (first,) = (killed[rank] for rank in firsts)
-    name = signal_name(-first.code)
+    name = signal_name(-first.code) if first.code < 0 else f"exit code {first.code}"
     if name == "SIGABRT" and (facts.with_watchdogs or facts.explained):
         return None
     step = _SEEN_BEFORE.format(f"rank {first.rank}")
     if name == "SIGKILL":
         step = f"{killed_step(first.host)} Under SLURM, give its output, too: it has the lines oom_kill."
+    if first.code > 0:
+        step = "The script, or a program that it runs, chose that code: look for sys.exit and os._exit, and at what"
+        step += f" rank {first.rank} printed before."
     if len(killed) > 1:
-        statement = f"Signals ended {ranks_text(sorted(killed))}, and the log does not show which was first."
+        what = "Signals" if all(each.code < 0 for each in killed.values()) else "Signals or exit codes of their own"
+        statement = f"{what} ended {ranks_text(sorted(killed))}, and the log does not show which was first."
         lines = [failure.line for failure in killed.values()]
         return _verdict(VerdictKind.LOST, statement, [step], lines, certainty=Certainty.UNKNOWN)
-    statement = f"torchrun saw rank {first.rank} end first, by {name}."
-    return _verdict(VerdictKind.LOST, statement, [step], [first.line], ranks=[first.rank], host=first.host)
+    statement = f"torchrun saw rank {first.rank} end first, {'by' if first.code < 0 else 'with'} {name}."
+    kind = VerdictKind.LOST if first.code < 0 else VerdictKind.CRASH
+    return _verdict(kind, statement, [step], [first.line], ranks=[first.rank], host=first.host)
 
 
 def _barrier(facts: LogFacts) -> Verdict | None:

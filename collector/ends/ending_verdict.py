@@ -100,7 +100,8 @@ def how_it_ended(rank: RankFacts) -> str:
         return f"exited with code 0 {doing(rank.exit)}{_exit_line(rank)}"
     script = rank.script_exit
     said = first_line(script.message).rstrip(". ") if script is not None else ""
-    code = script.code if script is not None else rank.code
+    # what the system has is what counts: sys.exit(-1) ends with 255, and os._exit in an exit handler takes its place
+    code = rank.code if (rank.code is not None and rank.code >= 0) or script is None else script.code & 0xFF
     return f"ended with exit code {code}{_exit_line(rank)}{f': {said}' if said else ''}"
 
 

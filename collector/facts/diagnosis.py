@@ -249,7 +249,8 @@ def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str
     found += [f"changed since it was last read, and not by a recorded step: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")
-    if again.optimizer is not None and "lr" in again.optimizer.settings:
+    # of a weight that a step has made bad it would be that very step, which is told where it matters
+    if again.optimizer is not None and "lr" in again.optimizer.settings and phase is not FramePhase.OPTIMIZER:
         name = again.optimizer.cls.rpartition(".")[2]
         found.append(f"the last step before was by {name}, learning rate {again.optimizer.settings['lr']:g}")
     return found

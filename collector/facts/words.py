@@ -52,11 +52,12 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
 OUTSIDE = "outside of a forward, "
 _SINCE = {
     "": OUTSIDE + "after batch {}",
-    "forward": "after the forward of batch {}, before a backward",
-    "backward": "after the backward of batch {}, before an optimizer step",
+    "forward": "after the forward of batch {}",
+    "backward": "after the backward of batch {}",
     "optimizer": "after the optimizer step of batch {}",
 }
-"""By what ended last. An evaluation has no backward, and an accumulated gradient no step: none is said to follow."""
+"""By what is known to have ended last. What the recorder cannot show may have run since: a backward that reaches no
+watched tensor, a step that is written by hand. So nothing is said to follow."""
 
 
 def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
@@ -67,9 +68,9 @@ def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
         return f"in the forward of batch {batch}{inside}"
     if seen.phase in ("backward", "optimizer"):
         inside = f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
-        # a backward's end is seen by the stack alone, and a process that is stopped gives none
-        may_be_over = seen.phase == "backward" and isinstance(seen, RankLook) and seen.state in ("T", "t")
-        return f"{inside}, or after it" if may_be_over and not seen.stack else inside
+        # a backward's end is seen by the stack alone: a process that is stopped or was killed gives none
+        stack = seen.stack or (seen.main if isinstance(seen, WorkerExit) else [])
+        return inside if stack or seen.phase != "backward" else f"{inside}, or after it"
     if seen.phase == "script":
         return _SINCE[seen.after].format(batch) if batch >= 0 else "before its first batch"
     last = f" (its last batch: {batch})" if batch >= 0 else ""

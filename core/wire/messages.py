@@ -156,6 +156,8 @@ class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
     """Python processes that could not be watched: `process 4242 was not watched (...)`."""
     error: str = ""
     """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
+    runs_on: bool = False
+    """The launch was killed, and ranks that it has started run on: as under torchrun nothing is stopped for it."""
 
 
 def node_of(agent: str) -> str:

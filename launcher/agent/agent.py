@@ -248,8 +248,8 @@ class NodeAgentLoop:
                 self._conclude_for_launch(now)
 
     def _conclude_for_launch(self, now: float) -> None:
-        self.ranks.end_without_launch(now)
-        self._launch_done(pipe.LaunchDone("failed", int(signal.SIGKILL)), now)
+        runs_on = self.ranks.end_without_launch(now)
+        self._launch_done(pipe.LaunchDone("failed", int(signal.SIGKILL), runs_on=runs_on), now)
 
     def _tell_signal(self, done: pipe.LaunchDone) -> None:
         """When it came: what ranks say after it, they say because of it."""
@@ -265,11 +265,8 @@ class NodeAgentLoop:
         """Send the last message. It waits for the GPUs' last counters, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
-            self._put(
-                messages.NodeBye(
-                    self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error
-                )
-            )
+            done = self._done
+            self._put(messages.NodeBye(done.outcome, done.signal, done.note, done.unwatched, done.error, done.runs_on))
 
     def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
         fd = self._gpus.fd

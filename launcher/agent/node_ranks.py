@@ -99,11 +99,17 @@ class NodeRanks:
         for watch in self.running:
             self._end(watch.rank, watch.attempt, None, "torchrun", now)
 
-    def end_without_launch(self, now: float) -> None:
-        """The launch was killed: the ranks whose process has not ended may run on, how the others ended is unknown."""
+    def end_without_launch(self, now: float) -> bool:
+        """The launch was killed: the ranks whose process has not ended may run on, how the others ended is unknown.
+
+        Whether any runs on.
+        """
+        runs_on = False
         for watch in self.running:
             by = "unknown" if self.ends.has_ended((watch.rank, watch.attempt), watch.pid) else "running"
+            runs_on = runs_on or by == "running"
             self._end(watch.rank, watch.attempt, None, by, now)
+        return runs_on
 
     def told_before(self, ends: Iterable[tuple[int, int]]) -> None:
         """(attempt, rank) of ends that an agent before this one has reported."""

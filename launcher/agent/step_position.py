@@ -32,9 +32,10 @@ def ended_part(reader: RecorderReader, batch: int) -> EndedPart:
     page = reader.page(number) if phase == RankPhase.SCRIPT else None
     if page is None:
         return ""
-    if step > page.step:
-        return "optimizer"
     tables = PageTables(page)
+    if step > page.step:
+        # a step right after a forward is that of the batch before: of one that is pipelined, or of another model
+        return "optimizer" if _shows_backward(tables) else ""
     skipped = bool((tables.rows["mark"] & RowMark.SKIPPED).any())
     if skipped or _shows_backward(tables) or not _backwards_are_recorded(reader, number):
         return ""

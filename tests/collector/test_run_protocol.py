@@ -337,6 +337,14 @@ def test_after_a_failure_the_other_nodes_are_told_to_stop_once(two):
     assert sent(two.tick(11 + STOP_AFTER_S), StopRanks) == []
 
 
+def test_a_launch_that_was_killed_stops_nobody_while_its_ranks_run_on(two):
+    two.say("a0", NodeBye("failed", 9, runs_on=True), 10)
+    two.beat(10, "a1")
+    assert sent(two.tick(11 + STOP_AFTER_S), StopRanks) == []
+    two.say("a1", NodeBye("ok"), 100)
+    assert FinishRun() in two.tick(100.1 + STOP_AFTER_S)
+
+
 def test_a_node_whose_ranks_have_all_left_is_not_waited_for_after_the_others_failure(two, make):
     """Its launch is in torchrun's exit barrier."""
     two.say("a1", make.ended(1), 9)

@@ -138,8 +138,8 @@ def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first_failure(bench, h
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", 1, "supported")
     assert verdict["statement"].startswith("Rank 1 was at aborts.py:")
-    assert f": time.sleep(3600). It never reached {operation}, in which rank" in verdict["statement"]
-    assert " in elsewhere, " in verdict["statement"]
+    assert f". It never reached {operation}, in which rank" in verdict["statement"]
+    assert any("in elsewhere: time.sleep(3600)" in line for line in verdict["evidence"])
     assert any("in elsewhere" in line for line in run.report["ranks"][1]["stack"])
     assert [entry["rank"] for entry in verdict["cascade"]] == [rank for rank in range(nproc) if rank != 1]
 
@@ -198,9 +198,8 @@ def test_a_job_that_is_ended_while_it_stands_still_tells_who_was_waited_for(benc
 
     assert (run.code, run.verdict["kind"]) == (128 + signal.SIGTERM, "interrupted")
     assert "It had stood still for " in run.verdict["statement"]
-    assert " in elsewhere, " in run.verdict["statement"]
-    text = ": time.sleep(3600). It never reached the backward's reduction of gradients"
-    assert text in run.verdict["statement"]
+    assert ". It never reached the backward's reduction of gradients" in run.verdict["statement"]
+    assert any("in elsewhere: time.sleep(3600)" in line for line in run.verdict["evidence"])
 
 
 @pytest.mark.slow

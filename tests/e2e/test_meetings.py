@@ -188,4 +188,4 @@ def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert f"Rank {rank} is at " in run.stderr and "It never reached all_reduce" in run.stderr
-    assert f"as rank {rank} may still go on" in run.stderr
+    assert f"because rank {rank} may still go on" in run.stderr

@@ -278,17 +278,18 @@ def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
         (End(code=3, left_with=3, exits_at="check"), "ended with exit code 3 at train.py:84 in check."),
         (End(code=3, exits_at="check"), "ended with exit code 3 at train.py:84 in check."),
         (End(code=3, left_with=3), "ended with exit code 3."),
+        (End(code=255, left_with=-1, exits_at="check"), "ended with exit code 255 at train.py:84 in check."),
+        (End(code=9, left_with=3, exits_at="bye"), "ended with exit code 9 at train.py:84 in bye."),
     ],
-    ids=["sys.exit", "os._exit", "unknown"],
+    ids=["sys.exit", "os._exit", "unknown", "as the system has it", "os._exit in an exit handler"],
 )
 def test_an_exit_code_comes_with_the_line_that_left_where_it_is_known(end, says):
     verdict = judged(End(peer=True, raised="RuntimeError", code=1, clock={"0": 9}, at_s=1.1), end)
 
     assert (verdict.kind, verdict.rank) == ("crash", 1)
     assert verdict.statement.endswith(says)
-    begins = (
-        "The script ends this rank itself at train.py:84 in check: look" if end.exits_at else "Look at what this rank"
-    )
+    line = f"The script ends this rank itself at train.py:84 in {end.exits_at}: look"
+    begins = line if end.exits_at else "Look at what this rank"
     assert verdict.next[0].startswith(begins)
 
 

@@ -15,8 +15,8 @@ AT = RunPosition(1, batch=4)
     ("after", "words"),
     [
         ("", "outside of a forward, after batch 4"),
-        ("forward", "after the forward of batch 4, before a backward"),
-        ("backward", "after the backward of batch 4, before an optimizer step"),
+        ("forward", "after the forward of batch 4"),
+        ("backward", "after the backward of batch 4"),
         ("optimizer", "after the optimizer step of batch 4"),
     ],
 )
@@ -31,7 +31,7 @@ def test_between_two_parts_of_a_batch(after, words):
         ("T", [], "in the backward of batch 4, or after it"),
         ("t", [], "in the backward of batch 4, or after it"),
         ("T", [StackLine("/torch/autograd/graph.py", 800, "_engine_run_backward", "")], "in the backward of batch 4"),
-        ("S", [], "in the backward of batch 4"),
+        ("S", [], "in the backward of batch 4, or after it"),
     ],
 )
 def test_a_stopped_rank_without_a_stack_may_have_ended_its_backward(state, stack, words):

@@ -75,6 +75,14 @@ def test_gradients_without_a_step_are_the_backward(rank):
     assert rank.ended_part(1) == "backward"
 
 
+def test_a_step_before_the_batch_has_a_backward_is_of_the_batch_before(rank):
+    rank.train(0)
+    rank.batch(1, FORWARD, LOSS, BACKWARD)
+    rank.batch(2, FORWARD)  # a pipelined one
+    rank.step()
+    assert rank.ended_part(2) == ""
+
+
 def test_a_step_since_the_batch_began_is_the_optimizers(rank):
     rank.train(0)
     rank.train(1)
