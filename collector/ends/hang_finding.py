@@ -232,7 +232,7 @@ _VERBS = {  # what one does, several do, and all did
 def position_line(ranks: list[int], first: RankPosition, *, ended: bool = False) -> str:
     """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`; `ended`: waited"""
     form = (len(ranks) > 1) + 2 * ended
-    what = f"{_VERBS['is'][form]} {'stopped' if first.kind == 'stopped' else first.doing}"
+    what = f"{_VERBS['is'][form]} {'stopped, ' if first.kind == 'stopped' else ''}{first.doing}"
     if first.waiting:
         what = f"{_VERBS['waits' if first.kind == 'waits' else 'seems to wait'][form]} in {first.operation}"
         if first.operation == DEVICE and (name := operation_on_record(first.groups)):

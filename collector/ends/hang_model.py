@@ -105,6 +105,7 @@ _COMPUTES = 0.1
 
 
 Kind = Literal["waits", "may wait", "stopped", "away", "left", "unknown"]
+_STOPPED = "stopped (by SIGSTOP, Ctrl-Z or a debugger)"
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,16 @@ class RankPosition:
         if self.operation:
             return f"in {self.operation}"
         if self.kind == "stopped":
-            return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {self.doing}"
+            return f"{_STOPPED}, {self.doing}"
         at, _, code = self.line.partition(": ")
         return f"at {at}, {self.doing.removeprefix(OUTSIDE)}" if code else self.doing
+
+    @property
+    def what_least(self) -> str:
+        """Without where in the step that is: `at train.py:41 in main`; of a stopped rank, that it is stopped."""
+        if self.operation or (self.kind != "stopped" and not self.place):
+            return self.what_short
+        return _STOPPED if self.kind == "stopped" else f"at {self.line.partition(': ')[0]}"
 
     @property
     def place(self) -> str:

@@ -41,13 +41,16 @@ def whereabouts(
     """`Rank 1 is at train.py:41 in main, after batch 4: time.sleep(9). It never reached all_reduce, in which ...`
 
     `missed`: what they all did not do. Where a terminal's first lines would not hold it up to those who are `waiting`,
-    the code of the line is left out, then all but its place. Several ranks are together, or at lines of their own.
+    the code of the line is left out, then where in a step that is, then all but the place. What is stopped is told so.
+    Several ranks are together, or at lines of their own.
     """
     one, known = len(ranks) == 1, [positions[rank] for rank in ranks if rank in positions]
     are = ("was" if one else "were") if ended else ("is" if one else "are")
     it = "It" if one else "They"
-    alike = [{each.what for each in known}, {each.what_short for each in known}] if len(known) == len(ranks) else []
-    told = [*(each.pop() for each in alike if len(each) == 1), lines_text(ranks, positions).strip()]
+    alike = [{each.what for each in known}, {each.what_short for each in known}, {each.what_least for each in known}]
+    told = [each.pop() for each in alike if len(each) == 1] if len(known) == len(ranks) else []
+    if not any(each.kind == "stopped" for each in known):
+        told.append(lines_text(ranks, positions).strip())
     sentences = [f"{capital(ranks, are, are)} {what}. {it} {missed}" for what in told if what]
     sentences = sentences or [f"{ranks_text(ranks).capitalize()} {missed}"]
     after = len(missed.partition(waiting)[2])

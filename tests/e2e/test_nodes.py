@@ -221,7 +221,7 @@ def test_a_rank_that_leaves_is_named_while_the_exit_barrier_holds_its_launch(ben
     assert held
     verdict = failed.verdict
     assert (verdict["kind"], verdict["rank"]) == ("crash", 0)
-    assert "left early: its process ended with exit code 0, after the optimizer step of batch 2" in verdict["statement"]
+    assert "left early: its process ended with exit code 0 at hang.py:130 in main, " in verdict["statement"]
     assert sorted(node["state"] for node in failed.report["nodes"]) == ["failed", "unknown"]
 
 

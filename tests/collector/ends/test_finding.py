@@ -9,6 +9,7 @@ from gpuwatch.collector.ends.hang_finding import find_hang
 from gpuwatch.core.events.agent_events import RankLook, WorkerExit
 from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
 from gpuwatch.core.events.run_position import RunPosition
+from msgspec.structs import replace
 
 TORCH = "/site-packages/torch"
 MAIN = StackLine("/home/me/train.py", 60, "main", "main()")
@@ -190,6 +191,18 @@ def test_the_first_two_lines_of_a_terminal_hold_who_waits_for_whom_and_the_line(
     assert "checkpoints.py:1041" in first
     assert "in which rank 0 " in first
     assert found.evidence[1].endswith(code)
+
+
+def test_a_stopped_rank_is_told_so_whatever_has_room():
+    stopped = replace(look(1, LOADING, state="T"), after="optimizer")
+    found = find(look(0, IN_BACKWARD, phase="backward"), stopped)
+
+    begins = (
+        "Rank 1 is stopped (by SIGSTOP, Ctrl-Z or a debugger). It never reached the backward's reduction of gradients"
+    )
+    assert found.statement.startswith(begins)
+    assert "after the optimizer step of batch 4" not in found.statement, "there is no room for it"
+    assert "rank 1 is stopped, after the optimizer step of batch 4: " in found.evidence[1]
 
 
 def test_a_rank_that_has_left_while_others_wait():
