@@ -29,17 +29,16 @@ class HeldConnection:
         return its_own
 
     def take(self) -> None:
-        """The agent has handed a connection over: from now on it is held in place of the one before."""
+        """The agent has handed a connection over, which is held in place of the one before, or has given it up."""
         agent = self._agent
         if agent is None:
             return
         with suppress(OSError):  # the agent has ended
             number, descriptors, _, _ = socket.recv_fds(agent, 64, 1, socket.MSG_CMSG_CLOEXEC)
-            if not descriptors:  # there was none left
-                return
             self._release()
-            self._connection = descriptors[0]
-            agent.send(number)
+            if descriptors:  # else the agent has given its connection up, or there was none left
+                self._connection = descriptors[0]
+                agent.send(number)
 
     def close(self) -> None:
         """Let go of it."""

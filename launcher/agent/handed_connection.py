@@ -67,8 +67,18 @@ class HandedConnection:
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._up, self._number, self._is_due, changed = event["value"], self._number + 1, True, True
             elif event["value"] == self._up:
+                was_handed = not self._is_due
                 self._up, self._is_due, changed = -1, False, True
+                if was_handed:
+                    self._give_up()
         return changed
+
+    def _give_up(self) -> None:
+        """Have the launch let go of the connection, too: as where a link is down."""
+        with suppress(OSError):  # the launch is gone
+            if self._launch is not None:
+                self._launch.send(b"0")
+                self._tell(ConnectionHanded())
 
     def _hand_over(self, launch: socket.socket) -> None:
         try:

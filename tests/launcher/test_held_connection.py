@@ -126,7 +126,7 @@ def test_a_connection_to_a_collector_that_was_started_again_is_held_too(collecto
     until(lambda: not agent.is_held(), "the end of the collector")
     collector.__init__(collector.address)
     until(agent.is_held, "the launch to hold the next one")
-    assert agent.handed == 2
+    assert agent.handed == 3, "handed over, given up, and handed over"
     held.close()
     agent.end()
     until(lambda: collector.sees("made 0", "closed 0"), "its end", collector.seen)
@@ -169,6 +169,22 @@ def test_a_descriptor_that_zeromq_has_closed_meanwhile_is_not_handed_over(held):
         connection.close()
     assert not told
     assert not connection.is_held
+
+
+def test_a_connection_that_the_agent_gives_up_is_held_by_nobody(held):
+    """As where a link is down: the launch would keep the kernel's tries for it alive."""
+    ours, others = os.pipe()
+    with held.begin() as its_own:
+        events = (zmq.EVENT_CONNECTED, others), None, None, (zmq.EVENT_DISCONNECTED, others), None
+        connection = HandedConnection(ScriptedMonitor(*events), os.dup(its_own.fileno()), lambda _: held.take())
+        connection.turn()
+        os.close(others)
+        assert connection.is_held
+        connection.turn()
+        assert not connection.is_held
+        assert os.read(ours, 1) == b"", "its last holder has let go"
+        connection.close()
+    os.close(ours)
 
 
 def test_a_launch_without_a_free_descriptor_holds_nothing(held, monkeypatch):
