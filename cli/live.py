@@ -20,7 +20,15 @@ from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
 from .report import TEXT_OR_JSON, echo_json, is_open
-from .run_names import RUNS_DIR, complete_runs, find_run_or_last, last_launched, latest_run, runs_dir_or_last
+from .run_names import (
+    RUNS_DIR,
+    complete_runs,
+    find_run_or_last,
+    last_launched,
+    latest_run,
+    runs_dir_or_last,
+    typed_command,
+)
 
 if TYPE_CHECKING:
     from ..collector.views.publisher import ViewSubscriber
@@ -126,12 +134,7 @@ def _connected(link: ViewSubscriber[T], path: Path) -> Iterator[ViewSubscriber[T
 def _not_ended(runs_dir: Path) -> str:
     """`; 20261130-0637 has not ended: gpuwatch stacks gpuwatch-runs/20261130-0637`, of the last one there; else ""."""
     running = [paths.folder for paths in runs_by_time(runs_dir) if is_open(paths.folder)]
-    context = click.get_current_context()
-    return (
-        f"; {running[-1].name} has not ended: {command_for(running[-1], does=str(context.info_name))}"
-        if running
-        else ""
-    )
+    return f"; {running[-1].name} has not ended: {typed_command(running[-1])}" if running else ""
 
 
 def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:

@@ -69,12 +69,12 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         if run is not None and (runs := runs_by_time(candidate)):
             raise UsageError(
                 Code.NO_SUCH_RUN,
-                f"expected a run, found {run!r}, a folder of runs; its newest one: {_command_for(runs[-1].folder)}",
+                f"expected a run, found {run!r}, a folder of runs; its newest one: {typed_command(runs[-1].folder)}",
             )
         if candidate.is_file() and _is_run(candidate.parent):
             raise UsageError(
                 Code.NO_SUCH_RUN,
-                f"expected a run, found {run!r}, a file of one; did you mean {_command_for(candidate.parent)}?",
+                f"expected a run, found {run!r}, a file of one; did you mean {typed_command(candidate.parent)}?",
             )
     known = _names(runs_dir)
     if run is not None and (lives := runs_of_job(known, run)):
@@ -154,7 +154,7 @@ def _is_run(folder: Path) -> bool:
     return folder.is_dir() and ((folder / "run.sqlite").exists() or (folder / "report.json").exists())
 
 
-def _command_for(run: Path) -> str:
+def typed_command(run: Path) -> str:
     """The command that the user has typed, or `report`, with this run."""
     context = click.get_current_context(silent=True)
     command = context.info_name if context is not None else None

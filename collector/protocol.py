@@ -27,7 +27,7 @@ from .asking import AskedAll, RankOwnership
 from .decide.overflow_at_rest import RestingOverflow
 from .ends.hang_finding import HangAction
 from .ends.hang_model import HangFinding
-from .ends.silent_nodes import WAS_KILLED, node_text, ranks_by_host
+from .ends.silent_nodes import IS_LOST, WAS_KILLED, node_text, ranks_by_host
 from .node_state import SILENT_S, NodeState
 
 TOLD_S = 60.0
@@ -326,8 +326,7 @@ class RunProtocol:
             if node.lost and not node.told_silent and not node.replaced and now - node.heard > told_s:
                 node.told_silent = True
                 others = f"{heard} other node{' is' if heard == 1 else 's are'} heard"
-                silent = f"has been silent for {now - node.heard:.0f} s: the node, or the link to it, is lost"
-                what = WAS_KILLED if node.was_killed else silent
+                what = WAS_KILLED if node.was_killed else f"has been silent for {now - node.heard:.0f} s: {IS_LOST}"
                 actions.append(NotifyUser(f"{self._text_of(agent)} {what}; {others}", Code.LOST))
             elif node.told_silent and not node.lost:
                 node.told_silent = False

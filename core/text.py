@@ -229,14 +229,15 @@ def first_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """`DistNetworkError: The server socket has failed to listen`: the first line of it."""
+    """`DistNetworkError: The server socket has failed to listen`: its first line, as a compiler's may have hundreds."""
     try:
         message = str(error)
     except Exception as failure:  # its __str__ raises
         if from_outside(failure):
             raise
         message = ""
-    return f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:1000]
+    lines, name = message.strip().splitlines(), type(error).__name__
+    return f"{name}: {lines[0]}"[:1000] if lines else name
 
 
 def is_web_address(text: str) -> bool:

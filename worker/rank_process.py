@@ -35,8 +35,8 @@ def hear_of_ends(
     """Call `before_exec` and `before_exit` before such an end, in this process and its forks. They may not raise.
 
     `before_exec` returns what undoes it: os.exec fails where there is no such file. `before_exit` gets the frame of who
-    calls os._exit. `variables` says what else belongs
-    into the environment that the other program is to have. Only the first call in a process counts.
+    calls os._exit. `variables` says what else belongs into the environment that the other program is to have. Only the
+    first call in a process counts.
     """
     global _replaced
     if _replaced:
@@ -69,7 +69,7 @@ def hear_of_ends(
 
     @functools.wraps(real_exit)
     def _exit(status: int) -> Any:
-        if isinstance(status, int):  # else it raises, and the script goes on
+        if hasattr(status, "__index__"):  # an integer of any kind; else it raises, and the script goes on
             before_exit(sys._getframe(1))
         real_exit(status)
 

@@ -221,26 +221,30 @@ def _named_in(verdict: Verdict) -> str | None:
 def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     """None if the verdict names neither a module nor the loss, or no history was received."""
     name = _named_in(verdict)
-    return _series_of(name, opened, verdict, left_out) if name is not None else None
+    if name is None:
+        return None
+    return _series_of(HeatModule(name, verdict.cls or "", verdict.dtype or ""), opened, verdict.rank, left_out)
 
 
 def losses_over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     """The loss, where it is not what the verdict is about; None if no history has it."""
     if _named_in(verdict) == LOSS_MODULE:
         return None
-    return _series_of(LOSS_MODULE, opened, verdict, left_out)
+    return _series_of(HeatModule(LOSS_MODULE, "", ""), opened, verdict.rank, left_out)
 
 
-def _series_of(name: str, opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
+def _series_of(
+    returned: HeatModule, opened: dict[int, OpenHistory], named: int | None, left_out: int
+) -> ModuleHistory | None:
+    """`returned`: a column, with what is known of it; the history of the rank that is `named` knows it best."""
     found: list[RankSeries] = []
-    is_named = name == _named_in(verdict)
-    returned = HeatModule(name, (verdict.cls if is_named else "") or "", (verdict.dtype if is_named else "") or "")
+    name = returned.module
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
         column = next((n for n, each in enumerate(history.modules) if each.module == name), None)
         if column is None:
             continue
-        if rank == verdict.rank or not returned.dtype:
+        if rank == named or not returned.dtype:
             returned = history.modules[column]
         points = [
             (batch, _number(number))

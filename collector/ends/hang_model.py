@@ -147,20 +147,24 @@ class RankPosition:
             return f"in {self.operation}"
         if self.kind == "stopped":
             return f"{_STOPPED}, {self.doing}"
-        at, _, code = self.line.partition(": ")
-        return f"at {at}, {self.doing.removeprefix(OUTSIDE)}" if code else self.doing
+        return f"at {self._at}, {self.doing.removeprefix(OUTSIDE)}" if ": " in self.line else self.doing
 
     @property
     def what_least(self) -> str:
         """Without where in the step that is: `at train.py:41 in main`; of a stopped rank, that it is stopped."""
         if self.operation or (self.kind != "stopped" and not self.place):
             return self.what_short
-        return _STOPPED if self.kind == "stopped" else f"at {self.line.partition(': ')[0]}"
+        return _STOPPED if self.kind == "stopped" else f"at {self._at}"
+
+    @property
+    def _at(self) -> str:
+        """`train.py:41 in main`"""
+        return self.line.partition(": ")[0]
 
     @property
     def place(self) -> str:
         """`train.py:41`, the file and the number of its line; "" is unknown."""
-        return self.line.partition(": ")[0].rpartition(" in ")[0]
+        return self._at.rpartition(" in ")[0]
 
 
 def is_pending(groups: Iterable[GroupState]) -> bool:

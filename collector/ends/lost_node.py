@@ -17,7 +17,6 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
         return _down_verdict(facts)
     hosts = ", ".join(sorted(node.name for node in lost))
     ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
-    who = ranks_text(ranks) if ranks else "no rank known"
     what, evidence, step = WAS_SILENT, f"the agent on {hosts} sent no more messages, and no goodbye", ""
     if all(node.killed for node in lost):
         what = WAS_KILLED
@@ -25,7 +24,7 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
         step = f"Look on {hosts} for what ended its processes: uptime, dmesg -T, the scheduler's log. "
     return Verdict(
         VerdictKind.LOST,
-        f"Node {hosts} ({who}) {what}.",
+        f"Node {hosts} ({_who(ranks)}) {what}.",
         Certainty.SUPPORTED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=hosts,
@@ -48,10 +47,9 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
     told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
     ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
     names = ", ".join(down)
-    who = ranks_text(ranks) if ranks else "no rank known"
     return Verdict(
         VerdictKind.LOST,
-        f"{scheduler} has lost node {names} ({who}) and ended the job.",
+        f"{scheduler} has lost node {names} ({_who(ranks)}) and ended the job.",
         Certainty.ESTABLISHED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
@@ -59,3 +57,7 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
         evidence=[f"{told_by} says that {names} is down", *progress_of(facts, facts.last_attempt)],
         next=[f"Check whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
+
+
+def _who(ranks: list[int]) -> str:
+    return ranks_text(ranks) if ranks else "no rank known"

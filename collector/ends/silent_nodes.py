@@ -12,7 +12,8 @@ from .hang_model import HangFinding, position_of
 
 SILENT = "silent"
 """Cause of such a finding."""
-WAS_SILENT = "went silent: the node, or the link to it, is lost"
+IS_LOST = "the node, or the link to it, is lost"
+WAS_SILENT = f"went silent: {IS_LOST}"
 WAS_KILLED = "ended without a word: the launch and the agent there were killed, or the host went down"
 """What is said of one node whose connection was closed at its end, with no goodbye."""
 

@@ -102,7 +102,7 @@ class NodeWelcomed(msgspec.Struct, frozen=True, tag="welcomed"):
 
 
 class ConnectionHanded(msgspec.Struct, frozen=True, tag="handed"):
-    """A connection with the collector is there, for the launch to hold (launcher/held_connection.py)."""
+    """A connection with the collector is there for the launch to hold, or it is held no more (held_connection.py)."""
 
 
 FromAgent = UserNotice | StopRanks | JobResult | VerdictWait | NodeWelcomed | ConnectionHanded

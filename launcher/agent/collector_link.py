@@ -143,8 +143,8 @@ class CollectorLink:
         if self._beats.is_due(now):
             sent_ns, (round_trip_ns, offset_ns) = time.time_ns(), self._clock.best or (None, None)
             self._beats.sent(sent_ns, now)
-            timed = replace(beat(), sent_ns=sent_ns, clock_offset_ns=offset_ns, clock_round_trip_ns=round_trip_ns)
-            whole = replace(timed, launch_holds=self._connection.is_held)
+            times = {"sent_ns": sent_ns, "clock_offset_ns": offset_ns, "clock_round_trip_ns": round_trip_ns}
+            whole = replace(beat(), launch_holds=self._connection.is_held, **times)
             if self._try_send(messages.encode(messages.AgentMessage(0, whole))):
                 self._resending.beat(sent_ns, self.outbox.last_sent)
         is_late = now - self._began > UNREACHABLE_S and self._address and not self.welcomed

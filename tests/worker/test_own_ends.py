@@ -112,6 +112,8 @@ def test_os_exit_between_two_batches_is_an_end_that_was_heard(tmp_path, script, 
     [
         ("os._exit(5)", "gives_up"),
         ("session.enter(RankPhase.BACKWARD); os._exit(5)", "gives_up"),
+        ("import numpy; os._exit(numpy.int64(5))", "gives_up"),
+        ("try:\n        os._exit('5')\n    except TypeError:\n        pass", None),
         ("child = FORKS.Process(target=print); child.start(); child.join()", None),
         ("child = os.fork() or os._exit(5); os.waitpid(child, 0); session.enter(RankPhase.SCRIPT)", None),
     ],

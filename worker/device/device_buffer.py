@@ -26,12 +26,12 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside
+from ...core.text import error_text
 from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from ..record.plain_tensor import version_of
 from .captured_rows import GraphReads
 from .device import DLPACK_TYPES, StatsDevice, device_for, without_modes
-from .file_copies import first_line
 from .grouped_readings import KnownWeight, WaitingTensors
 from .queued_rows import QueuedRows
 from .stream_buffer import DeviceRow as DeviceRow
@@ -170,7 +170,7 @@ class DeviceStatsBuffer(QueuedRows):
         except Exception as error:
             if from_outside(error):
                 raise
-            self._add_note(f"a tensor of a CUDA graph was not read: {first_line(error)}")
+            self._add_note(f"a tensor of a CUDA graph was not read: {error_text(error)}")
         if index is None:
             self.not_seen_in_graph(self.captured.why_not_read())
         return index

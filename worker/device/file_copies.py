@@ -20,6 +20,7 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
+from ...core.text import error_text
 from ...core.values import PENDING
 from ..record.notable import NotableFilter
 from .device import StatsDevice, file_system_of, without_modes
@@ -82,7 +83,7 @@ class FileCopies:
         except Exception as error:  # a torch version without the call
             if from_outside(error):
                 raise
-            refusal = first_line(error)
+            refusal = error_text(error)
         self._registered = self._copies_directly = not refusal
         self._compared = 0
         """Of `_MOST_COMPARED`"""
@@ -197,7 +198,7 @@ class FileCopies:
 
         Its segments stay in `of_segment`, since the device may still write into them.
         """
-        self._add_note(f"the device no longer delivers its numbers: {first_line(error)}")
+        self._add_note(f"the device no longer delivers its numbers: {error_text(error)}")
         for copy in buffer.flying:
             self._fields[HeadField.ROWS_LOST] += len(copy.positions)
             self._page_done(copy)
@@ -304,9 +305,3 @@ def never_free(memory: object) -> None:
     To release it torch makes an event. Its error comes out of a destructor, and so aborts the process (torch 2.14).
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error. A compiler's error may have hundreds."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

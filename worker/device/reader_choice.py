@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.signal_errors import from_outside
+from ...core.text import error_text
 from .device import StatsDevice
-from .file_copies import first_line
 from .kernel_launcher import KernelLauncher
 from .reader_check import ReaderChecks
 from .torch_reader import TensorReader, TorchReader
@@ -40,7 +40,7 @@ class ReaderChoice:
         except Exception as error:  # an incompatible Triton may raise anything
             if from_outside(error):
                 raise
-            self._add_note(_no_kernel(first_line(error)))
+            self._add_note(_no_kernel(error_text(error)))
         return TorchReader()
 
     def _add_note(self, what: str) -> None:
@@ -63,7 +63,7 @@ class ReaderChoice:
             reader = TorchReader()
             done = getattr(reader, method)(*arguments)
             self._reader, self.reads = reader, None
-            self._add_note(_no_kernel(first_line(error)))
+            self._add_note(_no_kernel(error_text(error)))
         if method == "pack" and self.checks.are_running:
             done = self.checks.guarded(done, arguments[0].device)
         return done
