@@ -69,12 +69,12 @@ class _PlainLines(LiveLines):
         self._timer: threading.Timer | None = None
 
     def _show(self, line: StageLine) -> None:
-        if self._last is None or self._last.stage != line.stage:
+        before, self._last = self._last, line  # before the timer begins: on a loaded machine it may be over at once
+        if before is None or before.stage != line.stage:
             self.close()
             self._timer = threading.Timer(self._patience_s, self._say_that_it_takes_long)
             self._timer.daemon = True
             self._timer.start()
-        self._last = line
         if self._every_stage and line.grade and (line.stage not in self._told or line.grade == "fail"):
             self._told.add(line.stage)
             count = f"{line.done} of {line.ranks} ranks"

@@ -92,10 +92,11 @@ def test_a_launch_without_a_preflight_writes_nothing():
 
 
 @pytest.mark.parametrize("check_only", [False, True])
-def test_a_stage_that_takes_long_is_told_before_it_is_over(check_only):
+@pytest.mark.parametrize("patience_s", [0.01, 0.0])
+def test_a_stage_that_takes_long_is_told_before_it_is_over(check_only, patience_s):
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as out, os.fdopen(read_end) as told:
-        lines = live_lines(check_only=check_only, out=out, patience_s=0.01)
+        lines = live_lines(check_only=check_only, out=out, patience_s=patience_s)
         lines.show(StageLine("arrive", 7, 8))
         assert told.readline() == "gpuwatch: preflight arrive: 7 of 8 ranks so far, still waiting\n"
         lines.close()
