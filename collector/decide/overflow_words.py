@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import PurePath
 
 from ...core.bad_values import NAMED_BY_SCRIPT
-from ...core.events.alarm_evidence import BadOperation, SecondRun, operation_text
+from ...core.events.alarm_evidence import BadOperation, PossibleLine, SecondRun, operation_text
 from ...core.frames import LOSS_CLASS, FramePhase, module_text
 from ...core.identity import is_rank
+from ...core.marked_line import CODE_WIDTH, shown_line
 from ...core.roles import RoleKind, parse_role
 from ...core.text import joined
 from ..facts.diagnosis import LocalDiagnosis, quoted
@@ -199,11 +201,23 @@ def operation_lines(ran: SecondRun | None, operation: BadOperation | None, phase
     if ran is None:
         return []
     if operation is None:
-        return [f"which operation made it is not known: {ran.unknown or 'in a second run another module made it'}"]
+        unknown = f"which operation made it is not known: {ran.unknown or 'in a second run another module made it'}"
+        return [unknown, *_possible(ran.lines)]
     how = "; found by running the compiled code eagerly" if ran.eagerly else ""
     is_hidden = phase == FramePhase.BACKWARD and not operation.node
     how += "; the forward has hidden it (torch.where, a mask), and its backward has used it" if is_hidden else ""
     return [operation_text(operation) + how]
+
+
+def _possible(lines: list[PossibleLine]) -> list[str]:
+    """`what may have made it, ...: mul or exp, model.py:14, `g = (h * 30).exp()``; [] where that is not known."""
+    if not lines:
+        return []
+    each = [
+        f"{joined(line.ops, 'or')}, {PurePath(line.file).name}:{line.line}, `{shown_line(line.code, None, CODE_WIDTH)}`"
+        for line in lines
+    ]
+    return [f"what may have made it, as the forward ran again with what was there by then: {'; '.join(each)}"]
 
 
 def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation | None:

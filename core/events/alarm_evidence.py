@@ -104,6 +104,16 @@ def operation_text(found: BadOperation, width: int = 0) -> str:
     return f"{place}{found.op}: {given}{made.value} out ({made.dtype} {made.shape}); {found.element}"
 
 
+class PossibleLine(msgspec.Struct, frozen=True):
+    """A line that may have made a bad value: what ran there as the forward ran with other weights or another batch."""
+
+    file: str
+    line: int
+    code: str
+    ops: list[str]
+    """`mul`, `exp`"""
+
+
 class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """The forward in which a rank's first alarm was raised has run a second time, or could not. Or its batch is that of
     --explain N, and has run under the same watch from the start."""
@@ -120,6 +130,8 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """Class of the operation's module; "" where that is not known."""
     took_s: float = 0.0
     """Seconds of all that ran after the alarm to find the operation, trials included. 0: a rank of an older version."""
+    lines: list[PossibleLine] = []
+    """Where `operation` is None: all that can have made the value. [] if that is not known."""
 
 
 class CaptureFile(msgspec.Struct, frozen=True):

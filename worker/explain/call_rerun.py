@@ -19,8 +19,9 @@ from ...core.events.alarm_evidence import (
     CaptureFile,
     CauseTrial,
     OddSamples,
+    PossibleLine,
 )
-from ...core.frames import FramePhase
+from ...core.frames import Frame, FramePhase
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
@@ -33,10 +34,16 @@ from .kept_call import KeptCall, redirection
 from .odd_samples import odd_samples, with_others
 from .operation_trials import trial_of
 from .operation_watch import OperationWatch
+from .possible_lines import LineageWatch, LineThread, read_before
 
 _MOST_BEFORE = 16
 """Batches before the alarm's that are looked at."""
 NOT_DISPATCHED = "no operation that torch dispatches made it"
+
+
+def names_in(call: KeptCall, run: nn.Module) -> dict[int, str]:
+    """id of a module in the one that a call runs -> its name in the root."""
+    return {id(part): ".".join(filter(None, (call.info.name, inner))) for inner, part in walk(run)}
 
 
 class RerunResult(NamedTuple):
@@ -76,9 +83,7 @@ class CallRerun:
         page: OpenPage,
     ) -> RerunResult:
         """Run a forward up to the value. `tensors`: those in its arguments; `page`: that of the alarm."""
-        name = call.info.name
-        names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
-        watch = OperationWatch(name, names, call.site)
+        watch = OperationWatch(call.info.name, names_in(call, run), call.site)
         watch.tries = True
         forward = ForwardThread(run, call.method, target, args, kwargs, watch)
         contexts = [*call.contexts, eager]
@@ -102,6 +107,28 @@ class CallRerun:
                     raise
                 self.trials.append(CauseTrial("forward", SAMPLES, note=f"it raised {type(error).__name__}"))
         return RerunResult(None if why else forward.operation, why)
+
+    def lines(
+        self,
+        call: KeptCall,
+        run: nn.Module,
+        target: ForwardTarget,
+        args: Any,
+        kwargs: Any,
+        eager: ContextMaker,
+        bad: Frame,
+        frames: list[Frame],
+    ) -> list[PossibleLine]:
+        """The lines that may have made the value: the forward runs with what is there now.
+
+        `bad`: the frame of the alarm. `frames`: those of its batch. [] if that shows nothing.
+        """
+        read, calls_before = read_before(bad, frames)
+        names = names_in(call, run)
+        watch = LineageWatch(call.info.name, names, call.site)
+        thread = LineThread(run, call.method, target, args, kwargs, watch, names, read, calls_before)
+        self.run_once(call, run, thread, watch, [*call.contexts, eager])
+        return [] if thread.why else thread.lines
 
     def run_once(
         self,

@@ -47,6 +47,11 @@ class WeakTensor(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
 
 
+def is_kept_weakly(leaf: Any) -> bool:
+    """Whether it may be gone: after `still_there`, whether it is."""
+    return isinstance(leaf, WeakTensor)
+
+
 def is_tensor(leaf: Any) -> bool:
     """Whether it is one of torch's."""
     return isinstance(leaf, torch.Tensor)

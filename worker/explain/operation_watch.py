@@ -92,7 +92,7 @@ class HandedTensor(NamedTuple):
     made: MadeValue | None
 
 
-class _HandedOperands(NamedTuple):
+class HandedOperands(NamedTuple):
     """What an operation is handed: tensors, those that it writes, and what both hold before, by id."""
 
     given: list[torch.Tensor]
@@ -144,7 +144,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._look_at(func, args, kwargs, handed, result)
         return result
 
-    def _handed_to(self, func: Any, args: Any, kwargs: Any) -> _HandedOperands:
+    def _handed_to(self, func: Any, args: Any, kwargs: Any) -> HandedOperands:
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = written_by(func, args, kwargs)
         before = {id(leaf): self._operand(leaf, read=True) for leaf in written}
@@ -154,18 +154,18 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if has_numbers(leaf)}
         copied = [leaf for leaf in written if self.tries and leaf.nbytes <= MOST_BYTES and not is_foreign(type(leaf))]
         copies = {id(leaf): leaf.detach().clone() for leaf in copied}
-        return _HandedOperands(given, written, before, operands, copies)
+        return HandedOperands(given, written, before, operands, copies)
 
-    def _look_at(self, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, result: Any) -> None:
+    def _look_at(self, func: Any, args: Any, kwargs: Any, handed: HandedOperands, result: Any) -> None:
         self._order += 1
-        inside = {_key(leaf) for leaf in handed.given}
+        inside = {storage_key(leaf) for leaf in handed.given}
         returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made = {id(leaf): leaf for leaf in [*handed.written, *returned]}
         for leaf in made.values():
             if not has_numbers(leaf):
                 continue
             is_written = id(leaf) in handed.before
-            if not is_written and _key(leaf) in inside:
+            if not is_written and storage_key(leaf) in inside:
                 continue  # a view
             self._wrote(leaf, func, args, kwargs, handed, is_new=not is_written)
 
@@ -178,7 +178,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return HandedTensor(numbers, flags, self._maker(record, tensor, flags) if flags else None)
 
     def _record(self, tensor: torch.Tensor, *, is_new: bool = False) -> _StorageRecord | None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None:
             return None
         record = self._storages.get(key)
@@ -203,7 +203,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         func: Any,
         args: Any,
         kwargs: Any,
-        handed: _HandedOperands,
+        handed: HandedOperands,
         *,
         is_new: bool,
     ) -> None:
@@ -253,10 +253,10 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         _, flags = without_modes(numbers_of, tensor)
         if not flags:
             return None, 0
-        return self._maker(self._storages.get(_key(tensor) or -1), tensor, flags).origin, flags
+        return self._maker(self._storages.get(storage_key(tensor) or -1), tensor, flags).origin, flags
 
     def _describe(
-        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, output: Any
+        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: HandedOperands, output: Any
     ) -> BadOperation | None:
         """None if an operand is not finite that nobody was seen to make: a kernel of Triton's is not dispatched."""
         inputs = []
@@ -281,7 +281,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self._with_trials(found, tensor, func, args, kwargs, handed) if self.tries else found
 
     def _with_trials(
-        self, found: BadOperation, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: _HandedOperands
+        self, found: BadOperation, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, handed: HandedOperands
     ) -> BadOperation:
         if len(handed.copies) < len({id(leaf) for leaf in handed.written}):
             return found
@@ -315,7 +315,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _keep(self, tensor: torch.Tensor, name: str) -> None:
         """Copy what was there before the run and is about to be changed."""
-        record, key = self._record(tensor), _key(tensor)
+        record, key = self._record(tensor), storage_key(tensor)
         if record is None or not record.given or key is None or key in self._kept:
             return
         storage = tensor.untyped_storage()
@@ -339,7 +339,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def has_changed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the run has changed one of these in place."""
-        return any(_key(tensor) in self._kept for tensor in tensors)
+        return any(storage_key(tensor) in self._kept for tensor in tensors)
 
 
 def foreign_class(types: Any) -> type | None:
@@ -359,7 +359,8 @@ def _origin(made: MadeValue, operands: list[MadeValue]) -> MadeValue | None:
     return made if is_new and worst.origin.constant else worst.origin
 
 
-def _key(tensor: torch.Tensor) -> int | None:
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Which storage a tensor lies in; None for one without."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError) as error:  # sparse, or without memory

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events.alarm_evidence import BadOperation, CaptureFile, ForwardCaptured, SecondRun
+from ...core.events.alarm_evidence import BadOperation, CaptureFile, ForwardCaptured, PossibleLine, SecondRun
 from ...core.frames import FramePhase
 from ...core.marked_line import CODE_WIDTH, shown_line
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
@@ -50,9 +51,10 @@ from .forward_thread import (
     random_numbers,
     runs_eagerly,
 )
-from .kept_call import KeptCall, WeakTensor, is_tensor, kept_tensor, redirection, still_there
+from .kept_call import KeptCall, is_kept_weakly, is_tensor, kept_tensor, redirection, still_there
 from .loss_look import LossLook
 from .operands import numbers_of
+from .possible_lines import first_bad
 from .second_backward import SecondBackward
 from .spent_time import SpentTime
 
@@ -95,6 +97,7 @@ class SecondRuns:
         """(id of the module that the root wraps, what the root's call runs of it)"""
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
+        self._lines: list[PossibleLine] = []
         self._spent = SpentTime()
 
     def expect(self, bad: NonFiniteRow) -> bool:
@@ -161,11 +164,15 @@ class SecondRuns:
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
         if bad is not None and bad.frame.phase == FramePhase.BACKWARD:
             self._look_into_backward(bad)
-        elif bad is not None and kept is not None and kept.page == bad.page.number and self._is_late:
+        elif bad is not None and kept is not None and self._is_late:
             inputs, why = self._inputs_of(kept, bad)
+            if kept.page != bad.page.number:
+                why = _INPUTS_GONE
             self._why = self._why if why == _INPUTS_GONE else why
             if not why:
                 self._look_into(kept, *inputs)
+            elif not any(map(is_kept_weakly, _pytree.tree_leaves(inputs))):
+                self._lines = self._lines_in(kept, bad, *inputs)
 
     def _inputs_of(self, kept: KeptCall, bad: NonFiniteRow) -> tuple[tuple[Any, Any], str]:
         """((args, kwargs) of the call of a root, why they are not what it was handed)."""
@@ -173,7 +180,7 @@ class SecondRuns:
         why = ""
         if self._progress.step != bad.page.step:
             why = "an optimizer step has changed the weights since"
-        elif any(isinstance(leaf, WeakTensor) for leaf in leaves):
+        elif any(map(is_kept_weakly, leaves)):
             why = _INPUTS_GONE
         elif [version_of(leaf) for leaf in leaves if is_tensor(leaf)] != kept.versions:
             why = "what the model was handed was changed in place since"
@@ -261,6 +268,21 @@ class SecondRuns:
         else:
             self._end(found.why, found.operation, eagerly=self._is_compiled())
 
+    def _lines_in(self, call: KeptCall, bad: NonFiniteRow, args: Any, kwargs: Any) -> list[PossibleLine]:
+        """The lines that may have made the value, as the forward runs with what is there now."""
+        module, eager = call.info.ref(), runs_eagerly()
+        named = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)[1]
+        if module is None or eager is None or named is None or not self._explains:
+            return []
+        run = unwrap(module)
+        if _refusal(call, run) or _refusal_by_modes():
+            return []
+        frames = OwnPages(self._progress.recorder).frames(bad.page)
+        row = next((first_bad(frame) for frame in frames if frame.index == bad.frame.index), None)
+        if row is None:
+            return []
+        return self.rerun.lines(call, run, ForwardTarget(unwrap(named), row), args, kwargs, eager, bad.frame, frames)
+
     def _look_into_backward(self, bad: NonFiniteRow) -> None:
         kept, why = self._roots_kept.get(bad.page.root), self._backward.refusal()
         module = kept.info.ref() if kept is not None else None
@@ -285,7 +307,8 @@ class SecondRuns:
             modules = self._roots.infos[bad.page.root].modules.values()
             name = operation.module if operation is not None else None
             cls = next((info.cls for info in modules if info.name == name), "")
-            ran = SecondRun(where, operation, why, eagerly, self.rerun.odd, self.rerun.trials, cls, self._spent.seconds)
+            odd, trials, took_s = self.rerun.odd, self.rerun.trials, self._spent.seconds
+            ran = SecondRun(where, operation, why, eagerly, odd, trials, cls, took_s, self._lines)
             self._progress.recorder.append(ran)
         if self._captures:
             file = self.rerun.capture.result or CaptureFile(refused=why or "the batch ran under --explain")

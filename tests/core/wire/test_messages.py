@@ -25,6 +25,7 @@ from gpuwatch.core.events.alarm_evidence import (
     BatchSource,
     CaptureFile,
     ForwardCaptured,
+    PossibleLine,
     SecondRun,
 )
 from gpuwatch.core.events.alarms import (
@@ -116,7 +117,11 @@ EVENTS = [
         eagerly=True,
         took_s=0.25,
     ),
-    SecondRun(HERE, unknown="a second run of the forward stayed finite"),
+    SecondRun(
+        HERE,
+        unknown="an optimizer step has changed the weights since",
+        lines=[PossibleLine("model.py", 14, "g = (h * 30).exp()", ["mul", "exp"])],
+    ),
     ForwardCaptured(HERE, CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
     ForwardCaptured(HERE, CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
     Anomaly(
