@@ -21,13 +21,13 @@ from ..report.verdict import CascadedRank, ConcurrentOrigin, Verdict
 from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
-from .hang_model import begun_in, standing_at
 from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps, raised_at
 from .lost_node import lost_node_verdict
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .orphaned_ranks import orphaned_text
+from .pending_operations import begun_in, standing_at
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
