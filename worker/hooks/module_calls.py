@@ -41,11 +41,23 @@ try:
 except ImportError:  # not built: the hooks' share of the recursion limit is not given back
     call_begins = call_ends = work_begins = work_ends = lambda: None
 
-_is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
 _graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
 _this_thread = threading.get_ident
 _MODULE = int(HeadField.MODULE)
+
+
+class _CompilerFlag(dict[str, bool]):
+    """In place of torch.compiler's variables with a torch that has no such flag."""
+
+    def __missing__(self, name: str) -> bool:
+        return torch.compiler.is_compiling()
+
+
+_compiler: dict[str, Any] = vars(torch.compiler) if "_is_compiling_flag" in vars(torch.compiler) else _CompilerFlag()
+"""Has what torch.compiler.is_compiling() returns where dynamo does not trace. That is two functions of Python, for each
+hook of each call."""
 
 
 class AlarmExplainer(Protocol):
@@ -121,8 +133,9 @@ class ModuleCalls:
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A module is called."""
-        # within torch.compile and torch.export (torch/compiler, is_compiling): tensors hold no numbers while they trace
-        if _is_compiling():
+        # within torch.compile and torch.export (torch/compiler, is_compiling) tensors hold no numbers, as they trace.
+        # Dynamo, which traces this function too, takes the first for True, and comes to no dictionary
+        if _is_dynamo_compiling() or _compiler["_is_compiling_flag"]:
             if _is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
@@ -160,7 +173,7 @@ class ModuleCalls:
         """A module has returned, or raised: then its output is None."""
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        if _is_compiling():
+        if _is_dynamo_compiling() or _compiler["_is_compiling_flag"]:
             if _is_dynamo_compiling() and traced.after is not None:
                 traced.after(module, args, kwargs, output)
             return
