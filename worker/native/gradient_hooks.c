@@ -1,4 +1,4 @@
-/* Records ordinary gradients of outputs and of parameters, as worker/hooks/backward.py records any.
+/* Records ordinary gradients of outputs and of parameters, as worker/hooks/gradient_frames.py records any.
 
    Rules of autograd:
    - It calls a hook in the thread that runs the node: on a device that is a thread of the engine (torch/csrc/autograd/engine.h,
