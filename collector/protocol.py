@@ -29,6 +29,7 @@ from .ends.hang_finding import HangAction
 from .ends.hang_model import HangFinding
 from .ends.silent_nodes import IS_LOST, WAS_KILLED, node_text, ranks_by_host
 from .node_state import SILENT_S, NodeState
+from .run_actions import Action, FinishRun, LookAhead, NotifyUser, SendMessage, StoreMessage
 
 TOLD_S = 60.0
 """After this silence of one node, the user is told."""
@@ -44,40 +45,6 @@ MOST_CREDIT = 2 << 20
 """Most bytes in flight for one agent. Its socket holds the same amount, too."""
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
-
-
-@dataclass(frozen=True)
-class SendMessage:
-    """Send a message to an agent."""
-
-    agent: str
-    message: CollectorMessage
-
-
-@dataclass(frozen=True)
-class StoreMessage:
-    """Put the message that was heard into the store; it is acknowledged once it is durable there (`committed`)."""
-
-
-@dataclass(frozen=True)
-class LookAhead:
-    """Inspect the event that was heard now, though earlier messages are missing; the agent sends it again, in order."""
-
-
-@dataclass(frozen=True)
-class FinishRun:
-    """All agents are done: decide, and write the report."""
-
-
-@dataclass(frozen=True)
-class NotifyUser:
-    """Tell the user something now."""
-
-    text: str
-    code: Code = Code.HANG
-
-
-Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
 
 
 @dataclass

@@ -30,8 +30,9 @@ from .assemble.timeline import utc
 from .decide.overflow_at_rest import RestingOverflow
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
-from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
+from .protocol import RunProtocol
 from .report.model import RunReport
+from .run_actions import Action, FinishRun, LookAhead, NotifyUser, SendMessage, StoreMessage
 from .run_files import RunPaths
 from .so_far import LiveFindings
 from .stage_lines import StageLines

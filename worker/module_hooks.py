@@ -118,7 +118,7 @@ class ModuleHooks:
         gradients.after_backward = self.second_runs.backward_ends
         self._loaders = DataLoaderHooks(progress.faults)
         self._sources = sources = BatchSources(progress, self._loaders)
-        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors, sources)
+        self._calls = ModuleCalls(call_frames, global_hooks, self.second_runs, sources, skipping, self._root_tensors)
         self._replays = GraphReplays(self._calls, call_frames)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)

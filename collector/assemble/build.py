@@ -17,7 +17,7 @@ from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.diagnosis_order import DiagnosisOrder
 from ..decide.preflight_verdict import preflight_report
-from ..ends.ending_verdict import ending_text
+from ..ends.ending_words import ending_text
 from ..ends.hang_verdict import hang_verdict
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.rank_facts import RankFacts

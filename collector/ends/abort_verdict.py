@@ -24,9 +24,10 @@ from ..report.verdict import Verdict
 from .end_positions import STILL_S, looks_of
 from .hang_finding import position_lines
 from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent
-from .hang_model import HangFinding, awaited_text, position_of, standing_at
+from .hang_model import HangFinding, awaited_text, position_of
 from .hang_verdict import verdict_of
 from .killed_in_a_wait import WAITED_S, killed_in_a_wait, may_be_behind
+from .pending_operations import standing_at
 
 _INIT = "init_process_group"
 _Found = tuple[VerdictKind, HangFinding]

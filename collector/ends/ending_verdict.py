@@ -20,14 +20,15 @@ from ..report.sentence_parts import grouped, one_on, ranks_text
 from ..report.verdict import CascadedRank, ConcurrentOrigin, Verdict
 from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
+from .ending_words import exit_line, how_it_ended
 from .hang_groups import SAME_COLLECTIVES
-from .hang_model import begun_in, standing_at
 from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps, raised_at
 from .lost_node import lost_node_verdict
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .orphaned_ranks import orphaned_text
+from .pending_operations import begun_in, standing_at
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
@@ -69,47 +70,6 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
     return _crash(facts, endings.first, endings)
 
 
-def ending_text(facts: RunFacts, attempt: int) -> str:
-    """How an attempt ended, as a line: `rank 1 raised ValueError: boom, after batch 3`."""
-    endings = endings_of(facts, attempt)
-    if endings.first is not None:
-        numbers = [rank.rank for rank in (endings.first, *endings.same)]
-        return f"{ranks_text(numbers)} {how_it_ended(endings.first)}"
-    if endings.by_themselves:
-        victims = ranks_text([rank.rank for rank in endings.by_themselves])
-        return f"{victims} lost the connection to another rank; it is unknown which one failed first"
-    ranks = facts.of_attempt(attempt)
-    if ranks and all(rank.ran_another_program for rank in ranks):
-        return "became another program"
-    if ranks and all(rank.script_exit is not None for rank in ranks):
-        batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
-        return f"finished after {batches} batches"
-    return "ended, and no rank said why"
-
-
-def how_it_ended(rank: RankFacts) -> str:
-    """`raised ValueError: boom, after batch 3`, `was killed by SIGKILL in the forward of batch 3`."""
-    error = rank.error
-    if error is not None:
-        message = error_line(error.message)
-        when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
-        return f"raised {error.error}{f': {message}' if message else ''}{when}"
-    if rank.exit is not None and rank.was_killed:
-        return f"was killed by {signal_name(-(rank.code or 0))} {doing(rank.exit)}"
-    if rank.exit is not None and rank.left_silently:
-        return f"exited with code 0 {doing(rank.exit)}{_exit_line(rank)}"
-    script = rank.script_exit
-    said = first_line(script.message).rstrip(". ") if script is not None else ""
-    # what the system has is what counts: sys.exit(-1) ends with 255, and os._exit in an exit handler takes its place
-    code = rank.code if (rank.code is not None and rank.code >= 0) or script is None else script.code & 0xFF
-    return f"ended with exit code {code}{_exit_line(rank)}{f': {said}' if said else ''}"
-
-
-def _exit_line(rank: RankFacts) -> str:
-    """` at train.py:84 in main`: where its script called sys.exit or os._exit; "" is unknown."""
-    return f" at {rank.exit_call.line.short}" if rank.exit_call is not None else ""
-
-
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     """All that raised lost a peer, and others had left before, with exit code 0; None if that is not all there is.
 
@@ -132,7 +92,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     where = f" on {facts.host(first)}" if one and facts.host(first) else ""
     ended, them = "they ended with exit code 0", "them"
     if one:
-        ended, them = f"its process ended with exit code 0{_exit_line(first)}, {doing(first.exit)}", "it"
+        ended, them = f"its process ended with exit code 0{exit_line(first)}, {doing(first.exit)}", "it"
     exits = ((rank.rank, rank.exit) for rank in left if rank.exit is not None)
     by_itself = "rank {} ended by itself after {} collectives; its recorder says: {}"
     evidence = [by_itself.format(number, exit_.where.seq, doing(exit_)) for number, exit_ in exits]
@@ -311,7 +271,7 @@ def _exit_step(rank: RankFacts) -> str:
     """ "" where the line is unknown."""
     if rank.exit_call is None:
         return ""
-    return f"The script ends this rank itself{_exit_line(rank)}: look at what leads there, and at what it printed last."
+    return f"The script ends this rank itself{exit_line(rank)}: look at what leads there, and at what it printed last."
 
 
 def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:

@@ -31,10 +31,9 @@ from .hang_model import (
     has_left,
     operation_on_record,
     position_of,
-    standing_at,
-    with_pending,
 )
 from .hang_places import capital, lines_text, who_waits
+from .pending_operations import standing_at, with_pending
 
 
 def find_hang(

@@ -10,12 +10,11 @@ from ...core.recorder.group_table import RECENT
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
-from .hang_model import (
-    BACKWARD,
-    HangFinding,
+from .hang_model import BACKWARD, HangFinding, RankPosition
+from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits
+from .pending_operations import (
     OperationMismatch,
     PendingOperation,
-    RankPosition,
     group_text,
     is_pending,
     kind_text,
@@ -24,7 +23,6 @@ from .hang_model import (
     mismatch_of,
     standing_at,
 )
-from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits
 
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
 LOOK_FOR_AN_IF = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ...core.events.rank_standing import GroupState
 from ...core.text import joined, ranks_text
-from .hang_model import IssuedKind, OperationMismatch, RankPosition
+from .hang_model import RankPosition
+from .pending_operations import IssuedKind, OperationMismatch
 
 FIRST_LINES = 2 * 80 - len("gpuwatch: ")
 """Characters that these two lines hold."""

@@ -20,7 +20,8 @@ from .end_positions import STILL_S, last_look, outlasted_its_group
 from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
-from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, begun_in, position_of, standing_at
+from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of
+from .pending_operations import begun_in, standing_at
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 from .teardown_verdict import handled_lines
 

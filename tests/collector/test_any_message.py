@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.protocol import RunProtocol, StoreMessage
+from gpuwatch.collector.protocol import RunProtocol
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.collector.run_actions import StoreMessage
 from gpuwatch.collector.stage_lines import StageLines
 from gpuwatch.core.events.agent_events import (
     LimitForecast,

@@ -14,13 +14,9 @@ from gpuwatch.collector.protocol import (
     NOBODY_S,
     ON_THE_WAY_BYTES,
     STOP_AFTER_S,
-    FinishRun,
-    LookAhead,
-    NotifyUser,
     RunProtocol,
-    SendMessage,
-    StoreMessage,
 )
+from gpuwatch.collector.run_actions import FinishRun, LookAhead, NotifyUser, SendMessage, StoreMessage
 from gpuwatch.core.errors import Code
 from gpuwatch.core.events.agent_events import RankLook, RankStall
 from gpuwatch.core.events.alarm_evidence import SECOND_RUN_S, CaptureFile, ForwardCaptured, SecondRun

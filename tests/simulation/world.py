@@ -16,8 +16,9 @@ from typing import Any, cast
 import msgspec
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.protocol import FinishRun, RunProtocol, SendMessage, StoreMessage
+from gpuwatch.collector.protocol import RunProtocol
 from gpuwatch.collector.report.verdict import Verdict
+from gpuwatch.collector.run_actions import FinishRun, SendMessage, StoreMessage
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (

@@ -198,7 +198,8 @@ static int is_local(FrameWriter *self, PyObject *gradient)
         !is_ref_to(PyTuple_GET_ITEM(known, 0), gradient))
         return 0;
     const int64_t then = item(known, 1); /* before the getter of a subclass runs: `known` is borrowed */
-    return integer_of(gradient, s__version, &version) && then == version;
+    const int is_plain = (PyObject *)Py_TYPE(gradient) == self->tensor;
+    return (is_plain ? version_of(self, gradient, &version) : integer_of(gradient, s__version, &version)) && then == version;
 }
 
 static PyObject *writer_all_local(FrameWriter *self, PyObject *parameters)

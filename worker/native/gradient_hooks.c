@@ -1,4 +1,4 @@
-/* Records ordinary gradients of outputs and of parameters, as worker/hooks/backward.py records any.
+/* Records ordinary gradients of outputs and of parameters, as worker/hooks/gradient_frames.py records any.
 
    Rules of autograd:
    - It calls a hook in the thread that runs the node: on a device that is a thread of the engine (torch/csrc/autograd/engine.h,
@@ -125,14 +125,14 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
         return 0;
     const int mark = (scaled ? MARK_SCALED : 0) | (rehearsed ? MARK_REHEARSED : 0);
     call.rank_module = call.module;
-    frame.may_wait = is_local && may_wait(hook, parameter);
     PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
-    const int taken = slots != NULL && PyDict_CheckExact(slots) &&
-                      gradient_row(self, &frame, slots, hook->role, gradient, mark) &&
-                      read_rows(self, &frame, 0) &&
-                      (is_local ? remember_local(self, gradient)
-                                : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&
-                      store_frame(self, &frame, &call);
+    int taken = slots != NULL && PyDict_CheckExact(slots) &&
+                gradient_row(self, &frame, slots, hook->role, gradient, mark);
+    /* in host memory it is read at once */
+    frame.may_wait = taken && is_local && frame.rows[0].on_device && may_wait(hook, parameter);
+    taken = taken && read_rows(self, &frame, 0) &&
+            (is_local ? remember_local(self, gradient) : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&
+            store_frame(self, &frame, &call);
     drop_error();
     Py_XDECREF(slots);
     clear_frame(&frame);
@@ -234,31 +234,44 @@ static PyObject *parameter_hook_call(Hook *self, PyObject *args, PyObject *kwarg
 
 /* -- putting them in -------------------------------------------------------------------------------------------- */
 
+/* A number for a hook, from the count that RemovableHandle has for all tensors. Many are taken from it at once: each change of
+   a class makes CPython look up its attributes anew. NULL if that fails. */
+static PyObject *hook_number(FrameWriter *self)
+{
+    enum { AT_ONCE = 256 };
+    if (self->next_hook == self->hooks_end) {
+        int64_t next;
+        if (!integer_of(self->handle, s_next_id, &next))
+            return NULL;
+        PyObject *end = PyLong_FromLongLong(next + AT_ONCE);
+        const int taken = end != NULL && PyObject_SetAttr(self->handle, s_next_id, end) == 0;
+        Py_XDECREF(end);
+        if (!taken)
+            return NULL;
+        self->next_hook = next;
+        self->hooks_end = next + AT_ONCE;
+    }
+    return PyLong_FromLongLong(self->next_hook++);
+}
+
 /* Tensor.register_hook, without the handle that nobody would keep. 0 if it is left to it.
 
    As in torch/_tensor.py: the tensor gets a dictionary of hooks, and the node that made it learns of the dictionary
-   (`_register_hook_dict`), because autograd calls the hooks of nodes. A number names each hook, from a count that
-   RemovableHandle has for all tensors: the script's handles remove by these numbers, and must not meet ours. A tensor that has
-   a dictionary already is left to register_hook itself. */
-static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObject *tensor, PyObject *page)
+   (`_register_hook_dict`), because autograd calls the hooks of nodes. A number names each hook: the script's handles remove
+   by these numbers, and must not meet ours. A tensor that has a dictionary already is left to register_hook itself.
+   `function`: its grad_fn. */
+static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObject *tensor, PyObject *function,
+                        PyObject *page)
 {
-    PyObject *hooks = NULL, *function = NULL, *dict = NULL, *number = NULL, *next = NULL, *hook = NULL, *done = NULL;
-    PyObject *one = NULL;
+    PyObject *dict = NULL, *number = NULL, *hook = NULL, *done = NULL;
     int good = 0;
-    hooks = PyObject_GetAttr(tensor, s__backward_hooks);
+    PyObject *hooks = PyObject_GetAttr(tensor, s__backward_hooks);
     if (hooks != Py_None)
-        goto end;
-    function = PyObject_GetAttr(tensor, s_grad_fn);
-    if (function == NULL || function == Py_None)
         goto end;
     dict = PyObject_CallNoArgs(self->hook_dict);
     hook = new_gradient_hook(self, info, role, page);
-    number = PyObject_GetAttr(self->handle, s_next_id);
-    one = PyLong_FromLong(1);
-    if (dict == NULL || hook == NULL || number == NULL || one == NULL)
-        goto end;
-    next = PyNumber_Add(number, one);
-    if (next == NULL || PyObject_SetAttr(self->handle, s_next_id, next) < 0 || PyObject_SetItem(dict, number, hook) < 0)
+    number = dict != NULL && hook != NULL ? hook_number(self) : NULL;
+    if (number == NULL || PyObject_SetItem(dict, number, hook) < 0)
         goto end;
     if (PyObject_SetAttr(tensor, s__backward_hooks, dict) < 0)
         goto end;
@@ -272,13 +285,10 @@ static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObj
 end:
     drop_error();
     Py_XDECREF(hooks);
-    Py_XDECREF(function);
     Py_XDECREF(dict);
     Py_XDECREF(number);
-    Py_XDECREF(next);
     Py_XDECREF(hook);
     Py_XDECREF(done);
-    Py_XDECREF(one);
     return good;
 }
 
@@ -297,13 +307,18 @@ int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *pag
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
-        /* a leaf has no node: its gradient comes to the hook of a parameter, or to nobody */
-        if (!row->is_output || !row->is_new || truth_of(row->object, s_is_leaf) == 1)
+        if (!row->is_output || !row->is_new)
             continue;
-        PyObject *role = grad_role_of(row->role);
-        const int watched = role != NULL && watch_output(self, info, role, row->object, page);
+        PyObject *function = PyObject_GetAttr(row->object, s_grad_fn);
+        if (function == Py_None) { /* a leaf has no node: its gradient comes to the hook of a parameter, or to nobody */
+            Py_DECREF(function);
+            continue;
+        }
+        PyObject *role = function != NULL ? grad_role_of(row->role) : NULL;
+        const int watched = role != NULL && watch_output(self, info, role, row->object, function, page);
         drop_error();
         Py_XDECREF(role);
+        Py_XDECREF(function);
         if (keeps_error()) {
             settled(NULL); /* raises it */
             return -1;

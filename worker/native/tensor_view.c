@@ -110,16 +110,47 @@ int is_plain_integer(const TensorView *view)
            view->address != NULL;
 }
 
-static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
+/* Call a method without arguments. One in C is called by its descriptor, which is looked up once and never freed: CPython's
+   lookup and call take as long as the method itself. What a subclass has in its place is not called: it could be a function
+   of the script's, and torch's own answer is the one that counts. */
+static PyObject *call_in_c(PyMethodDescrObject **known, PyObject *object, PyObject *name)
 {
-    PyObject *found = PyObject_CallMethodNoArgs(object, method);
+    if (*known == NULL) {
+        PyObject *method = PyObject_GetAttr((PyObject *)Py_TYPE(object), name);
+        if (method != NULL && Py_IS_TYPE(method, &PyMethodDescr_Type) &&
+            ((PyMethodDescrObject *)method)->d_method->ml_flags == METH_NOARGS)
+            *known = (PyMethodDescrObject *)method;
+        else
+            Py_XDECREF(method);
+        drop_error();
+    }
+    if (*known != NULL && PyObject_TypeCheck(object, PyDescr_TYPE(*known)))
+        return (*known)->d_method->ml_meth(object, NULL);
+    return PyObject_CallMethodNoArgs(object, name);
+}
+
+/* The bytes of a storage: its length, which torch tells with half of the instructions of `nbytes`. 0 if it does not. */
+static int length_of(PyObject *storage, uintptr_t *bytes)
+{
+    const Py_ssize_t length = PyObject_Size(storage);
+    if (length < 0)
+        drop_error();
+    *bytes = (uintptr_t)length;
+    return length >= 0;
+}
+
+/* Where a storage begins; 0 if torch does not tell. */
+static int address_of(PyObject *storage, uintptr_t *address)
+{
+    static PyMethodDescrObject *data_ptr;
+    PyObject *found = call_in_c(&data_ptr, storage, s_data_ptr);
     if (found == NULL) {
         drop_error();
         return 0;
     }
-    *number = (uintptr_t)PyLong_AsVoidPtr(found); /* NULL for an address of 0, and for an error */
+    *address = (uintptr_t)PyLong_AsVoidPtr(found); /* NULL for an address of 0, and for an error */
     Py_DECREF(found);
-    if (*number != 0 || !PyErr_Occurred())
+    if (*address != 0 || !PyErr_Occurred())
         return 1;
     drop_error();
     return 0;
@@ -133,13 +164,14 @@ int64_t bytes_of(const TensorView *view)
 int is_in_storage(PyObject *tensor, const TensorView *view)
 {
     const uintptr_t start = (uintptr_t)view->address, length = (uintptr_t)bytes_of(view);
+    static PyMethodDescrObject *untyped_storage;
     uintptr_t memory = 0, bytes = 0;
-    PyObject *storage = PyObject_CallMethodNoArgs(tensor, s_untyped_storage);
+    PyObject *storage = call_in_c(&untyped_storage, tensor, s_untyped_storage);
     if (storage == NULL) {
         drop_error();
         return -1;
     }
-    const int known = number_from(storage, s_nbytes, &bytes) && number_from(storage, s_data_ptr, &memory);
+    const int known = length_of(storage, &bytes) && address_of(storage, &memory);
     Py_DECREF(storage);
     if (!known)
         return -1;

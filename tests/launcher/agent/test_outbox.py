@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.protocol import RunProtocol, SendMessage, StoreMessage
+from gpuwatch.collector.protocol import RunProtocol
+from gpuwatch.collector.run_actions import SendMessage, StoreMessage
 from gpuwatch.core.events.definitions import RootDef
 from gpuwatch.core.events.node_events import NodeSignal
 from gpuwatch.core.wire.messages import (

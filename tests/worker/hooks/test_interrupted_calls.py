@@ -10,12 +10,13 @@ from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.worker.hooks.call_frames import CallFrames
 from gpuwatch.worker.hooks.global_hooks import GlobalHooks, RunningCalls
 from gpuwatch.worker.hooks.module_calls import ModuleCalls
+from gpuwatch.worker.hooks.returned_calls import ReturnedCalls
 from torch import distributed as dist
 from torch import nn
 
 from ..models import Block
 
-CODES = all_of(ModuleCalls, CallFrames, GlobalHooks, RunningCalls)
+CODES = all_of(ModuleCalls, ReturnedCalls, CallFrames, GlobalHooks, RunningCalls)
 X = torch.ones(3, 4)
 
 

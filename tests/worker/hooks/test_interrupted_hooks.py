@@ -11,6 +11,7 @@ from gpuwatch.core.recorder.recorder_file import RecorderFile
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.tests.interruptions import all_of, interrupt
 from gpuwatch.worker.hooks.backward import BackwardHooks
+from gpuwatch.worker.hooks.gradient_frames import GradientFrames
 from gpuwatch.worker.record.frame_writer import FrameWriter
 from gpuwatch.worker.record.named_rows import NamedRows
 from gpuwatch.worker.record.rows import RowWriter
@@ -22,7 +23,7 @@ from ..models import tanh_net as net
 pytestmark = pytest.mark.quick_here(12)
 
 CODES = all_of(RecorderWriter, RecorderFile, RowWriter, NamedRows, UnmeasuredRows, FrameWriter, BackwardHooks)
-CODES |= all_of(optimizer_hooks.OptimizerHooks)
+CODES |= all_of(GradientFrames, optimizer_hooks.OptimizerHooks)
 X = torch.ones(3, 4)
 
 

@@ -327,6 +327,20 @@ def test_hooks_of_the_users_and_ours_live_side_by_side(tmp_path):
         assert watched.row("", "grad output").abs_max == 1.0
 
 
+def test_no_hook_of_ours_has_the_number_of_one_of_the_users(tmp_path):
+    with watching(tmp_path / "x.recorder", True):
+        model, kept = nn.Linear(4, 4), []
+        numbers, users = [], []
+        for _ in range(300):  # more than are taken from torch's count at once
+            out = model(torch.ones(2, 4))
+            numbers += list(out._backward_hooks)
+            apart = torch.ones(2, requires_grad=True)
+            users.append(apart.register_hook(lambda g: None).id)
+            kept.append((out, apart))
+        assert len(numbers) == len(set(numbers)) >= 300
+        assert not set(numbers) & set(users)
+
+
 def test_a_hook_keeps_neither_tensor_nor_module_alive(tmp_path):
     with watching(tmp_path / "x.recorder", True):
         model = nn.Linear(4, 4)

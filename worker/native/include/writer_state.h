@@ -43,6 +43,7 @@ typedef struct {
     int forward, with_weights, with_grads;
     int64_t near[FLOATS_END], largest[FLOATS_END];
     PyGetSetDescrObject *version;              /* Tensor._version */
+    int64_t next_hook, hooks_end;              /* numbers of hooks that are taken from torch's count, and not used yet */
     RecentShape recent_shapes[RECENT_SHAPES]; /* by a hash of their sizes: a lookup in `shapes` needs a new tuple */
 } FrameWriter;
 
