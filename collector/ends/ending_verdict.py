@@ -303,7 +303,7 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
         why = "" if native else " (Python's calls only: faulthandler shows native ones from Python 3.14 on)"
         lines.append(f"its stack, innermost call last: {calls}{why}")
     if exit_.shm_free >= 0:
-        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host after it ended")
+        lines.append(f"{size_text(exit_.shm_free)} were free in /dev/shm of its host after it ended")
     return lines
 
 

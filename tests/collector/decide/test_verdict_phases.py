@@ -217,10 +217,10 @@ def test_a_scale_that_collapsed_names_the_rank_with_the_bad_gradient(make):
     peer = backward(make, 0, mark=scaled, batch=7, clock={"0": 9})
     peer.got("embed", "Linear", {"weight": make.INF}, mark=scaled)
     for batch in (guilty, peer):
-        batch.skipped("GradScaler skipped 12 steps in a row, its scale is down to 1")
+        batch.skipped("GradScaler skipped 12 steps in a row, the last at scale 1")
     verdict = judge(make, peer, guilty)
     assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "backward", "length", "grad input[0]")
-    assert verdict.statement.endswith("(GradScaler skipped 12 steps in a row, its scale is down to 1).")
+    assert verdict.statement.endswith("(GradScaler skipped 12 steps in a row, the last at scale 1).")
 
 
 def test_gradients_that_a_scaler_skips_are_no_overflow(make):

@@ -118,7 +118,7 @@ EVENTS = [
     ),
     SecondRun(HERE, unknown="a second run of the forward stayed finite"),
     ForwardCaptured(HERE, CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
-    ForwardCaptured(HERE, CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
+    ForwardCaptured(HERE, CaptureFile(refused="it takes 3 GiB, and --capture-max is 2 GiB")),
     Anomaly(
         HERE,
         4,
