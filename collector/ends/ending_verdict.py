@@ -8,6 +8,7 @@ from ...core.events.agent_events import WorkerExit
 from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.recorder.stalls import is_users
 from ...core.text import size_text
 from ...core.verdicts import Certainty, VerdictKind
@@ -21,7 +22,7 @@ from ..report.verdict import CascadedRank, ConcurrentOrigin, Verdict
 from .end_positions import stood_still
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
-from .hang_model import begun_in, standing_at
+from .hang_model import begun_in
 from .kernel_kills import killed_step, memory_text
 from .killed_in_a_wait import waited_for
 from .known_crashes import known_lines, known_steps, raised_at

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from ...core.events.rank_standing import GroupState
 from ...core.recorder.group_table import RECENT
+from ...core.recorder.operation_mismatch import OperationMismatch, mismatch_of, standing_at
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
 from .hang_model import (
     BACKWARD,
     HangFinding,
-    OperationMismatch,
     PendingOperation,
     RankPosition,
     group_text,
@@ -21,8 +21,6 @@ from .hang_model import (
     kind_text,
     left_open,
     meetings_of,
-    mismatch_of,
-    standing_at,
 )
 from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits
 

@@ -175,6 +175,7 @@ EVENTS = [
     LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     ZeroedGradients(HERE, 2, 20, 9, "fc1", "Linear", "grad weight", "float32", 3e19, 4e19, 5e19, True),
     UnmovedWeights(HERE, 16, 40, 2, "fc1", "Linear", "weight", "float32", 0.5, 0.001, True),
+    RankStall(HERE, 300.0, mismatch_s=10.0),
     StoppedGradient(HERE, 16, 40, "fc1", "Linear", "act", "ReLU", "", "", 102.0, 0.0, 0.0, 0.25),
     UnmovedParts(HERE, 40, 52, 3, ["fc1.weight", "fc1.bias"], "float32", 0.5, 0.01),
     SlowRankLooks(HERE, 46, [SeenLine(StackLine("/t.py", 3, "f", "g()"), 41, "g of h.py")]),
