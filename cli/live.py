@@ -179,10 +179,16 @@ def _expect_textual(run: str | None, runs_dir: Path) -> None:
 
 def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
     from ..collector.views.top_app import TopApp
+    from ..collector.views.top_model import JobEnd
+
+    def end() -> JobEnd:
+        outcome = read_outcome(RunPaths(path))
+        return JobEnd(outcome.kind, outcome.statement) if outcome is not None else JobEnd()
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)
-    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, command_for(path), lambda: _asked(path)).run() or 0
+    app = TopApp(lambda: link.newest(0), lambda: not link.is_shown, command_for(path), lambda: _asked(path), end)
+    return app.run() or 0
 
 
 def _asked(path: Path) -> Callable[[], list[str] | None]:

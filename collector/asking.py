@@ -10,7 +10,7 @@ from ..core.events.script_events import ScriptError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
-from .ends.hang_finding import HangAction, ending_of, find_hang
+from .ends.hang_finding import HangAction, before_limit, ending_of, find_hang
 from .ends.hang_model import HangFinding, has_left
 from .ends.silent_nodes import with_silent_nodes
 
@@ -92,6 +92,8 @@ class AskedAll:
     _limit_s: float = 0.0
     _timeout_s: float = 0.0
     """Of the process group that ends the job soon; 0 where a rank has passed its own limit."""
+    _mismatch_s: float = 0.0
+    """As of RankStall: the round was begun before any limit was passed."""
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
     _lost_a_peer: set[tuple[int, int]] = field(default_factory=set)
@@ -115,7 +117,7 @@ class AskedAll:
             self.number += 1
             self._asked_at, self._open, self._looks = now, True, {}
             self.attempt, self._limit_s = event.where.attempt, event.limit_s
-            self._timeout_s = event.timeout_s
+            self._timeout_s, self._mismatch_s = event.timeout_s, event.mismatch_s
             return self.number
         return None
 
@@ -153,14 +155,20 @@ class AskedAll:
         found = find_hang(looks, ended, world_size)
         if found is None or (self._timeout_s and not found.may_end):
             return None
+        if self._mismatch_s and found.cause != "mismatch":
+            return None
         stopped = {look.where.rank for look in looks if look.state == "T"}
         if moved and not (found.ranks and stopped.issuperset(found.ranks)):  # only Linux still says who does not move
             return None
         found = with_silent_nodes(found, silent, looks, len(ended), world_size)
-        self._again_at = now + AGAIN_S
         self.last = self.attempt, found
+        if self._mismatch_s:  # the limit, which may follow at once, begins a round of its own
+            return found, before_limit(ending_of(found, looks, on_hang, self._limit_s), self._limit_s)
+        self._again_at = now + AGAIN_S
         return found, ending_of(found, looks, on_hang, self._limit_s, self._timeout_s)
 
     def _rest_s(self, look: RankLook) -> float:
+        if self._mismatch_s:
+            return _STILL_SHARE * self._mismatch_s
         own_s = 0.0 if self._timeout_s else look.limit_s
         return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * own_s)

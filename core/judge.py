@@ -76,6 +76,8 @@ class FrameJudgement(NamedTuple):
     """The frame of the alarm, where that is an earlier one than the frame that was judged."""
     absorbed: tuple[BadValue, ...] = ()
     """What this call has taken away that calls inside of it have returned."""
+    masks: tuple[Row, ...] = ()
+    """Outputs of -inf alone, in a frame without an alarm."""
 
 
 NO_LIMITS = WarningLimits()
@@ -90,6 +92,7 @@ def judge(
     that an earlier call has returned; a warning about them was given there. `PageSoFar` keeps both.
     """
     hidden: list[Row] = []
+    masks: list[Row] = []
     scaled: Row | None = None
     warnings: list[tuple[str, Row]] = []
     of_loss = frame.phase == FramePhase.LOSS
@@ -99,13 +102,16 @@ def judge(
                 hidden.append(row)
             elif row.mark & RowMark.SCALED and (of_loss or row.role_kind in GRADIENTS) and scaled is None:
                 scaled = row
+            elif row.role_kind is RoleKind.OUTPUT and row.flags == NonFinite.NEGINF and not of_loss:
+                masks.append(row)
             elif of_loss and may_be_scaling(row) and limits.near_overflow > 0:
                 warnings.append(("near overflow", row))
         elif row.value not in returned and not of_loss:
             kind = _warning(row, limits)
             if kind is not None:
                 warnings.append((kind, row))
-    return FrameJudgement(_alarm(frame, waived), tuple(hidden), scaled, tuple(warnings))
+    alarm = _alarm(frame, waived)
+    return FrameJudgement(alarm, tuple(hidden), scaled, tuple(warnings), masks=tuple(masks) if alarm is None else ())
 
 
 def may_be_scaling(loss: Row) -> bool:

@@ -97,8 +97,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     ] = ""
     """That folder; "" writes none."""
     capture_max: Annotated[
-        int, WorkerOption("write nothing larger than this with --capture (2GB)", "SIZE", form="size")
-    ] = 2_000_000_000
+        int, WorkerOption("write nothing larger than this with --capture (2GiB)", "SIZE", form="size")
+    ] = 2 << 30
     watch: Annotated[
         tuple[Watched, ...],
         WorkerOption(

@@ -59,12 +59,12 @@ def parse_size(text: str) -> int | None:
     return int(float(found[1]) * unit)
 
 
-def size_text(size: int) -> str:
-    """`2 GB`, `1.3 MB`: in powers of ten, as `--capture-max 2GB` is."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if size >= 10**power:
-            return f"{size / 10**power:.3g} {unit}"
-    return f"{size} bytes"
+def size_text(size: float) -> str:
+    """`245 GiB`, `1.5 MiB`: the unit of all sizes in memory and in files that people read."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}" if size < 1000 << power else f"{size / (1 << power):.0f} {unit}"
+    return f"{size:.0f} B"
 
 
 def parse_amount(text: str) -> MemoryAmount | None:

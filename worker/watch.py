@@ -48,7 +48,7 @@ def watch(
     state_every: int = 50,
     explain: Explain = "auto",
     capture: str | os.PathLike[str] = "",
-    capture_max: int = 2_000_000_000,
+    capture_max: int = 2 << 30,
 ) -> ModelWatch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 

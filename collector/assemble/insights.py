@@ -126,7 +126,7 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
         return
     worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
     where = where_text(bad, [rank.rank for rank in ranks])
-    text = f"GradScaler skipped {worst.in_a_row} steps in a row {where}, its scale was down to {worst.scale:g}"
+    text = f"GradScaler skipped {worst.in_a_row} steps in a row {where}, the last at scale {worst.scale:g}"
     first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
     modules = (skip.module for skip in bad.values() if skip.module)
     since = min(skip.where.batch for skip in bad.values())

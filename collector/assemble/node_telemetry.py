@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy
 from msgspec.structs import replace
 
+from ...core.text import size_text
 from ...core.wire.columns import HOST, METRICS
 from ..facts.run_facts import RunFacts
 from ..report.run_figures import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure
-from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
+from ..report.sentence_parts import counted, share_text, time_text, when_text
 from ..report.verdict import Verdict
 from .timeline import FigureSamples, NodeSeries, event_of, series_of_all, utc
 

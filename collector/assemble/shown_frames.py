@@ -246,16 +246,26 @@ def _series_of(
             continue
         if rank == named or not returned.dtype:
             returned = history.modules[column]
-        points = [
-            (batch, _number(number))
-            for batch, number in zip(history.batches, history.numbers[:, column].tolist(), strict=True)
-            if number != NO_NUMBER
-        ][-most:]
+        seen = list(zip(history.batches, history.numbers[:, column].tolist(), strict=True))
+        points = [(batch, _number(number)) for batch, number in seen if number != NO_NUMBER][-most:]
         if points:
-            found.append(RankSeries(rank, [batch for batch, _ in points], [number for _, number in points]))
+            batches, numbers = [batch for batch, _ in points], [number for _, number in points]
+            found.append(RankSeries(rank, batches, numbers, _gaps(seen, batches)))
     if not found:
         return None
     return ModuleHistory(returned.module, returned.cls, returned.dtype, DTYPE_MAX.get(returned.dtype), found, left_out)
+
+
+def _gaps(seen: list[tuple[int, float]], batches: list[int]) -> list[int]:
+    """As of `RankSeries.gaps`: batches that the module, or the loss, was not in, such as those of an evaluation."""
+    found, was_read = [], True
+    for batch, number in seen:
+        if batches[0] < batch < batches[-1]:
+            is_read = number != NO_NUMBER
+            if was_read and not is_read:
+                found.append(batch)
+            was_read = is_read
+    return found
 
 
 def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:

@@ -20,12 +20,13 @@ import numpy
 
 from ...core.recorder.layout import PARTS, WAITING
 from ...core.signal_errors import suppress_own
+from ...core.text import size_text
 from ...core.wire.columns import HOST, unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..report.run_figures import RankStepTotals, StepReport, StragglerReport
-from ..report.sentence_parts import share_text, size_text
+from ..report.sentence_parts import share_text
 from .slow_lines import lines_of, where_it_was
 from .timeline import FigureSamples, NodeSeries, series_of_all
 

@@ -20,7 +20,7 @@ from .data_cause import of_bad_input, of_batch, of_input, of_one_row, of_samples
 from .derivative_rules import INSIDE
 from .operation_cause import KEEP_OPEN, of_closed_rows, of_domain, of_precision, of_range
 from .operation_rules import is_large_in_float64, outside_domain, trial_in
-from .training_cause import growing, of_copy, of_growth, of_start, of_training
+from .training_cause import growing, of_copy, of_earlier_copy, of_growth, of_start, of_training
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 
@@ -57,7 +57,7 @@ def _of_loss(clues: CauseClues, domain: str) -> OverflowCause | None:
     operation = clues.operation
     if operation is not None and domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)
-    large = of_growth(clues) or cause_of_scale(clues.facts, clues.first)
+    large = of_earlier_copy(clues) or of_growth(clues) or cause_of_scale(clues.facts, clues.first)
     if operation is None:
         return large or cause_of_loss(clues.facts, clues.first)
     large = of_closed_rows(operation) or large or of_precision(operation)
@@ -100,7 +100,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if again is not None and again.value == "finite":
         return _unrepeatable("forward", [again])
     if operation is None:
-        return of_growth(clues)
+        return of_earlier_copy(clues) or of_growth(clues)
     alone = trial_in(operation.trials, NOTHING)
     if alone is not None and alone.value == "finite":
         return _unrepeatable(operation.op, [alone])
@@ -111,7 +111,7 @@ def _of_forward(clues: CauseClues) -> OverflowCause | None:
     if domain and not is_large_in_float64(operation):
         return of_domain(clues, operation, domain)
     # the result is too large a number: its operands are
-    large = of_training(clues) or of_samples(clues, operation) or of_start(clues)
+    large = of_earlier_copy(clues) or of_training(clues) or of_samples(clues, operation) or of_start(clues)
     large = large or growing(clues, of_precision(operation))
     if large is not None:
         return large

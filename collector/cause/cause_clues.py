@@ -21,6 +21,8 @@ class CauseClues:
     first: LocalDiagnosis
     odd: OddWeight | None = None
     """A copy of a weight that differs, and is blamed."""
+    earlier: OddWeight | None = None
+    """The same of a module that was called before, where the place of the value is another one."""
     wild: WildWeight | None = None
     large: tuple[str, str] | None = None
     """(place, abs max) of the largest weight of a model that has not been trained yet, if it is very large."""

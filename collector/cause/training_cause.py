@@ -158,6 +158,20 @@ def of_copy(odd: OddWeight) -> OverflowCause:
     return OverflowCause("replica", _E, statement, _steps_for_copy(odd))
 
 
+def of_earlier_copy(clues: CauseClues) -> OverflowCause | None:
+    """Likewise, of a weight whose module was called before the one that shows the value."""
+    odd = clues.earlier
+    if odd is None:
+        return None
+    mine = "is not finite" if not odd.row.finite else f"has abs max {number_text(odd.row.abs_max)}"
+    agreed = f", and agreed in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
+    statement = (
+        f"{odd.row.role} of {odd.place} {mine} on rank {clues.first.rank} alone, against "
+        f"{number_text(odd.others.abs_max)} on {ranks_text(odd.ranks)}{agreed}"
+    )
+    return OverflowCause("replica", _S, statement, _steps_for_copy(odd))
+
+
 def _steps_for_copy(odd: OddWeight) -> list[str]:
     memory = (
         "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from operator import itemgetter
 
 from ...core.errors import coded
@@ -201,6 +202,24 @@ def _passed(ranks: list[RankFacts]) -> list[str]:
     return [f"{one.value} that {rank_name(number)} {did} {one.operation} {when}{more}"]
 
 
+_MOST_PAGES = 32
+"""That are looked through for a mask. A page is read again from the store only if something in it is not finite."""
+
+
+def _masks(ranks: list[RankFacts]) -> list[str]:
+    """`the -inf of masks (first: output of `mask` (Mask))`: what modules returned, else what they were handed."""
+    told = min((each for rank in ranks for each in rank.masks), key=lambda each: each.where.batch, default=None)
+    if told is not None:
+        place = f"{shown_name(told.role)} of {module_text(told.module, told.cls)}"
+        return [f"the -inf of masks (first: {place})"]
+    pages = islice((page for rank in ranks for page in rank.pages.values()), _MOST_PAGES)
+    found = next((found for page in pages if (found := page.first_mask) is not None), None)
+    if found is None:
+        return []
+    frame, row = found
+    return [f"the -inf of masks (such as {shown_name(row.role)} of {module_text(frame.module, frame.cls)})"]
+
+
 def _exceptions(ranks: list[RankFacts]) -> str:
     hidden, absorbed = sum(rank.hidden_rows for rank in ranks), sum(rank.absorbed_rows for rank in ranks)
     skipping = [rank.rank for rank in ranks if rank.skipped_steps]
@@ -208,4 +227,5 @@ def _exceptions(ranks: list[RankFacts]) -> str:
     found += [f"gradients whose step a GradScaler skipped on {ranks_text(skipping)}"] if skipping else []
     found += [_led_nowhere(absorbed, ranks)] if absorbed else []
     found += _passed(ranks)
+    found += _masks(ranks)
     return f", except for {' and '.join(found)}" if found else ""

@@ -35,17 +35,22 @@ def evidence_of(
 ) -> tuple[Certainty, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes]
+    rank = facts.one(first.attempt, first.rank)
+    if rank.caught_overflow:
+        lines.insert(
+            1, f"the script caught OverflowDetected, which was to end it, and went on to batch {rank.batches - 1}"
+        )
     if first.mask.turned is not None and not first.mask.text:
         lines.append(f"-inf alone is expected in masks; {module_text(*first.mask.turned)} turned it into nan")
     lines += _of_weight(first, odd)
     # whether the first non-finite row was an output, also where a weight that differs is blamed for it
     made = parse_role(first.row.role).kind is RoleKind.OUTPUT
-    is_odd = odd is not None and odd.agreed_in is None and made
+    is_odd = odd is not None and odd.agreed_in is None and odd.place == first.place and made
     doubts = [""] if first.source in ("carried", "unread") or not first.sure or is_odd else []
     if not first.from_page:
         frames = f"the frames of batch {first.batch} of {rank_name(first.rank)}"
         doubts.append(f"{frames} were not received, or not all of their names")
-    doubts += doubts_about(facts.one(first.attempt, first.rank))
+    doubts += doubts_about(rank)
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _of_unwatched(facts, first)
@@ -185,7 +190,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{first.place} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
+        f"{odd.place} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"

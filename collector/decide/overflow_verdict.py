@@ -57,6 +57,11 @@ _TIERS = (
 )
 """Sources of diagnoses (facts/diagnosis.py), the strongest first. Where nothing shows which of several came first, only
 those of the first line that occurs here are named: whoever made a value can have sent it to whoever received it."""
+_CAUGHT = (
+    "To have the job end at an overflow, let OverflowDetected pass where the script catches errors (except Exception)."
+)
+_BEHIND_WEIGHTS = (FramePhase.FORWARD, FramePhase.LOSS)
+"""Where a value may have come of a weight of a module before."""
 _MOST_PASSED = 8
 """How many ranks whose value came from outside are checked for transfers that may have brought it."""
 
@@ -222,9 +227,11 @@ def _named(
     ran = _second_run(first, rank) if may_be_run else None
     operation = operation_of(first, ran)
     clues = clues_of(facts, first, odd, large[0] if large is not None else "")
-    cause = cause_of(CauseClues(facts, first, blamed, clues.wild, large, ran, operation))
+    earlier = odd_weight(facts, first, before=True) if odd is None and first.phase in _BEHIND_WEIGHTS else None
+    earlier = earlier if earlier is not None and earlier.certain else None
+    cause = cause_of(CauseClues(facts, first, blamed, earlier, clues.wild, large, ran, operation))
     clues = replace(clues, cause=cause, operation=operation)
-    certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
+    certainty, evidence = evidence_of(facts, first, order, rest, odd or earlier, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
@@ -250,6 +257,7 @@ def _named(
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
             *_in_order(cause, next_steps(first, clues), _replay_steps(capture), explains, went_on=clues.went_on),
+            *([_CAUGHT] if rank.caught_overflow else []),
         ],
         concurrent=[
             ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.row.value, hosts[d.rank], d.text, d.shown_by)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from ...core.recorder.group_table import members_of
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
@@ -27,7 +28,6 @@ from .hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN, absent
 from .hang_model import HangFinding, awaited_text, position_of
 from .hang_verdict import verdict_of
 from .killed_in_a_wait import WAITED_S, killed_in_a_wait, may_be_behind
-from .pending_operations import standing_at
 
 _INIT = "init_process_group"
 _Found = tuple[VerdictKind, HangFinding]

@@ -8,6 +8,7 @@ from ...core.events.agent_events import WorkerExit
 from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.recorder.stalls import is_users
 from ...core.text import size_text
 from ...core.verdicts import Certainty, VerdictKind
@@ -28,7 +29,7 @@ from .known_crashes import known_lines, known_steps, raised_at
 from .lost_node import lost_node_verdict
 from .missing_nodes import unheard_hosts, waited_for_nodes
 from .orphaned_ranks import orphaned_text
-from .pending_operations import begun_in, standing_at
+from .pending_operations import begun_in
 from .preempted_ranks import START_AGAIN, departure_of, saving_text
 
 _FATAL_TEXT = {
@@ -263,7 +264,7 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
         why = "" if native else " (Python's calls only: faulthandler shows native ones from Python 3.14 on)"
         lines.append(f"its stack, innermost call last: {calls}{why}")
     if exit_.shm_free >= 0:
-        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host after it ended")
+        lines.append(f"{size_text(exit_.shm_free)} were free in /dev/shm of its host after it ended")
     return lines
 
 

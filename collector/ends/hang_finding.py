@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import structs
 
 from ...core.events.agent_events import RankLook, WorkerExit
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
@@ -33,7 +34,7 @@ from .hang_model import (
     position_of,
 )
 from .hang_places import capital, lines_text, who_waits
-from .pending_operations import standing_at, with_pending
+from .pending_operations import with_pending
 
 
 def find_hang(
@@ -317,6 +318,11 @@ def ending_of(
     if on_hang == "report":
         return HangAction(False, f"{_LEAVES}; to end it: --on-hang abort")
     return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
+
+
+def before_limit(action: HangAction, limit_s: float) -> HangAction:
+    """The action of a finding that was made before a rank has passed its limit: nothing is ended until then."""
+    return HangAction(False, f"if no rank moves, gpuwatch ends the job after {limit_s:.0f} s") if action.now else action
 
 
 def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:

@@ -7,22 +7,13 @@ from dataclasses import dataclass, replace
 
 from ...core.events.rank_standing import GroupState
 from ...core.recorder.group_table import RECENT
+from ...core.recorder.operation_mismatch import OperationMismatch, mismatch_of, standing_at
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
 from .hang_model import BACKWARD, HangFinding, RankPosition
 from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits
-from .pending_operations import (
-    OperationMismatch,
-    PendingOperation,
-    group_text,
-    is_pending,
-    kind_text,
-    left_open,
-    meetings_of,
-    mismatch_of,
-    standing_at,
-)
+from .pending_operations import PendingOperation, group_text, is_pending, kind_text, left_open, meetings_of
 
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
 LOOK_FOR_AN_IF = f"{SAME_COLLECTIVES} in the same order: look for a call that only some of them make, as inside an if."

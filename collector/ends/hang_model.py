@@ -10,10 +10,11 @@ from typing import Literal
 from ...core.events.agent_events import RankLook
 from ...core.events.rank_standing import GroupState, StackLine
 from ...core.recorder.group_table import members_of
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty
 from ..facts.words import OUTSIDE, doing
-from .pending_operations import PendingOperation, is_pending, operation_at, standing_at
+from .pending_operations import PendingOperation, is_pending, operation_at
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def position_of(look: RankLook) -> RankPosition:
     'stopped'
     """
     does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
+    if look.moved and look.stack and look.phase not in ("finished", "raised"):
+        does = "moving"  # where in its step that line was is not known
     operation, sure = ("", False) if look.state in ("T", "t") else _operation(look)
     if operation:
         kind: Kind = "waits" if sure else "may wait"

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.events.rank_standing import GroupState
+from ...core.recorder.operation_mismatch import IssuedKind, OperationMismatch
 from ...core.text import joined, ranks_text
 from .hang_model import RankPosition
-from .pending_operations import IssuedKind, OperationMismatch
 
 FIRST_LINES = 2 * 80 - len("gpuwatch: ")
 """Characters that these two lines hold."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from ...core.events.agent_events import RankLook
+from ...core.recorder.operation_mismatch import standing_at
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.rank_facts import RankFacts
@@ -21,7 +22,7 @@ from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, position_of
-from .pending_operations import begun_in, standing_at
+from .pending_operations import begun_in
 from .silent_nodes import SILENT, ranks_by_host, with_silent_nodes
 from .teardown_verdict import handled_lines
 

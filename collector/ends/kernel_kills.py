@@ -15,7 +15,7 @@ def killed_step(host: str) -> str:
 
 
 def memory_text(exit_: WorkerExit) -> str:
-    """`its memory cgroup was out of memory (limit 1.47 GB, used up to 1.47 GB), and the kernel killed 1 process of it`.
+    """`its memory cgroup was out of memory (limit 1.4 GiB, used up to 1.4 GiB), and the kernel killed 1 process of it`.
 
     The kernel counts the processes that it kills, and does not say which. It counts those that it kills as the whole
     host lacks memory, too.

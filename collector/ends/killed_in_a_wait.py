@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 from ...core.events.agent_events import RankLook
 from ...core.recorder.group_table import members_of
+from ...core.recorder.operation_mismatch import standing_at
 from ..facts.rank_facts import RankFacts
 from .end_positions import looks_of
 from .hang_model import position_of
-from .pending_operations import begun_in, is_pending, standing_at
+from .pending_operations import begun_in, is_pending
 
 WAITED_S = 2.0
 """A rank that a signal ended sooner after it had last moved may not have waited for anybody."""

@@ -8,20 +8,15 @@ one number do not match.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from ...core.events.rank_standing import GroupState, IssuedOperation
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import EARLIER_GROUPS
+from ...core.recorder.operation_mismatch import IssuedKind, group_in
 from ...core.text import ranks_text
-
-_SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
-"""All members must give as many elements. Others take uneven sizes on some backends."""
-
-IssuedKind = tuple[str, str, int, int]
-"""operation, dtype, elements and root, as far as they must be the same on all members"""
 
 
 @dataclass(frozen=True)
@@ -57,25 +52,6 @@ class PendingOperation:
         return self.members[at] if self.number < 0 and 0 <= at < len(self.members) else None
 
 
-@dataclass(frozen=True)
-class OperationMismatch:
-    """Members that have begun different operations under one number."""
-
-    group: str
-    members: tuple[int, ...]
-    number: int
-    kinds: dict[IssuedKind, list[int]] = field(default_factory=dict)
-
-    @property
-    def odd(self) -> list[int]:
-        """The ranks outside of the majority; [] if there is none."""
-        most = max(self.kinds.values(), key=len)
-        known = sum(map(len, self.kinds.values()))
-        if 2 * len(most) <= known or 2 * len(most) <= len(self.members):
-            return []
-        return sorted(rank for ranks in self.kinds.values() if ranks is not most for rank in ranks)
-
-
 def group_text(name: str, members: Sequence[int], world_size: int) -> str:
     """` of group 1 (ranks 4-7)`; "" for the default group, which torch calls 0."""
     if len(members) < world_size:
@@ -97,21 +73,6 @@ def kind_text(kind: IssuedKind) -> str:
 def is_pending(groups: Iterable[GroupState]) -> bool:
     """Whether a rank's device waits for other ranks."""
     return any(group.pending for group in groups)
-
-
-def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[GroupState, int] | None:
-    """Where a rank stands, by its own table and its device: the group and the number; `failed`: or where it has just
-    raised.
-
-    A host that waits on a group of its own, over gloo say, comes before its device.
-    """
-    phases = ("issuing", "waiting", "failed") if failed else ("issuing", "waiting")
-    inside = [group for group in groups if group.phase in phases and group.at and not group.pending]
-    if inside:
-        latest = min(inside, key=lambda group: group.since_s)
-        return latest, latest.at
-    pending = [(group, group.pending) for group in groups if group.pending]
-    return max(pending, key=lambda place: place[0].pending_s, default=None)
 
 
 def left_open(
@@ -186,36 +147,6 @@ def operation_at(state: GroupState, number: int) -> IssuedOperation | None:
     return next((issued for issued in state.recent if issued.number == number), None)
 
 
-def mismatch_of(
-    tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
-) -> OperationMismatch | None:
-    """The first number under which members of a group have begun different operations, if a rank stands there or later.
-
-    None if there is none. None also if all of them have ended that number: operations that differ cannot all end
-    together, so the ranks' numbers do not count the same thing.
-    """
-    for name, text in dict.fromkeys((state.name, state.members) for state, at in places.values() if at > 0):
-        members = tuple(members_of(text, world_size))
-        states = {rank: _state(tables.get(rank, ()), name, text) for rank in members}
-        of_number: dict[int, dict[IssuedKind, list[int]]] = {}
-        for rank, state in states.items():
-            for issued in state.recent if state is not None else ():
-                if issued.number > 0 and issued.operation:
-                    elements = issued.elements if issued.operation in _SAME_SIZE else -1
-                    kind = issued.operation, issued.dtype, elements, issued.peer
-                    of_number.setdefault(issued.number, {}).setdefault(kind, []).append(rank)
-        for number, kinds in sorted(of_number.items()):
-            if len(kinds) < 2:
-                continue
-            ranks = [rank for ranks in kinds.values() for rank in ranks]
-            if all((state := states[rank]) is not None and state.ended >= number for rank in ranks):
-                return None
-            if any(at >= number for state, at in places.values() if (state.name, state.members) == (name, text)):
-                return OperationMismatch(name, members, number, kinds)
-            break
-    return None
-
-
 def _add_peer(
     meeting: PendingOperation, rank: int, state: GroupState, places: Mapping[int, tuple[GroupState, int]]
 ) -> None:
@@ -237,16 +168,12 @@ def _add_peer(
         meeting.missing.append(peer)
 
 
-def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState | None:
-    return next((group for group in groups if (group.name, group.members) == (name, members)), None)
-
-
 def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
     """Number of the last collective that a rank with these groups has begun in the group `like`.
 
     None where it is not known: the rank may have more groups than its table has room for (that of an earlier version).
     """
-    state = _state(groups, like.name, like.members)
+    state = group_in(groups, like.name, like.members)
     if state is None:
         return None if len(groups) >= EARLIER_GROUPS else 0
     return state.begun

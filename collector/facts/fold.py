@@ -301,6 +301,7 @@ _ORDERS: dict[str, Callable[[Any], Any]] = {
     "loose_parameters": lambda loose: (loose.optimizer, -loose.parameters, -loose.unread),
     "unread_states": lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns),
     "absorbed": lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role),
+    "masks": lambda mask: (_place(mask.where), mask.module, mask.role),
     "passed": lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number),
     "forecasts": lambda forecast: (_place(forecast.where), forecast.module),
     "zeroed_gradients": lambda zeroed: (_place(zeroed.where), zeroed.where.root, zeroed.batches),

@@ -19,9 +19,9 @@ from ...core.events.definitions import Definition
 from ...core.frames import LOSS_CLASS, Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
-from ...core.roles import GRADIENTS, parse_role
+from ...core.roles import GRADIENTS, RoleKind, parse_role
 from ...core.signal_errors import from_outside
-from ...core.values import DTYPE_NAMES
+from ...core.values import DTYPE_NAMES, NonFinite
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
 from ..report.run_figures import HeatModule
@@ -137,6 +137,7 @@ class KeptPage:
 
     __slots__ = (
         *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_named", "_names", "_root", "_suspicious"),
+        "_has_flags",
         *("attempt", "batch", "cleared_at", "complete", "num_frames", "num_rows", "number", "rank", "step"),
     )
 
@@ -147,6 +148,7 @@ class KeptPage:
         self.batch, self.step, self.complete = message.batch, message.step, message.complete
         self.num_frames, self.num_rows = len(tables.frames), len(tables.rows)
         self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
+        self._has_flags = bool(tables.flags.any())
         bad = self._suspicious[1]  # nobody asks for the names of another one
         self._named = (names.place, tables.are_named(names.names)) if bad else (-1, False)
         self._root, self._first, self._last_phase = message.root, tables.first_fields, tables.last_phase
@@ -203,6 +205,14 @@ class KeptPage:
             suspicious = self._tables.suspicious(self._names.names)
             self._suspicious = self._names.place, suspicious
         return self._tables.decode_suspicious(self._names.names) if suspicious else []
+
+    @property
+    def first_mask(self) -> tuple[Frame, Row] | None:
+        """The first argument or buffer of a call that held -inf alone; None if there is none."""
+        if not self._has_flags:
+            return None
+        rows = ((frame, row) for frame in self.frames for row in frame.rows if row.flags == NonFinite.NEGINF)
+        return next(((frame, row) for frame, row in rows if row.role_kind in (RoleKind.INPUT, RoleKind.BUFFER)), None)
 
     @property
     def lost_frames(self) -> int:

@@ -18,7 +18,7 @@ from ...core.events.agent_events import (
     ZeroedGradients,
 )
 from ...core.events.alarm_evidence import BatchInputs, BatchSource, ForwardCaptured, SecondRun
-from ...core.events.alarms import AbsorbedValue, Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
+from ...core.events.alarms import AbsorbedValue, Anomaly, IgnoredAlarm, MaskReturned, RangeWarning, ScalerSkip
 from ...core.events.own_limits import (
     CompiledUnseen,
     LooseParameters,
@@ -37,7 +37,15 @@ from ...core.events.preflight_events import (
     PreflightStage,
     RankInventoryEvent,
 )
-from ...core.events.script_events import ExitCall, GroupTeardown, LeftGroup, MeshCoordinates, ScriptError, ScriptExit
+from ...core.events.script_events import (
+    ExitCall,
+    GroupTeardown,
+    LeftGroup,
+    MeshCoordinates,
+    OverflowRaised,
+    ScriptError,
+    ScriptExit,
+)
 from ...core.wire.beat import RankState
 from .diagnosis import LocalDiagnosis
 from .kept_pages import KeptHistory
@@ -69,6 +77,7 @@ class RankFacts:
     preflight: PreflightResult | None = None
     inventory: RankInventoryEvent | None = None
     replaced: ReplacedFunctions | None = None
+    overflow_raised: OverflowRaised | None = None
     script_exit: ScriptExit | None = None
     exit_call: ExitCall | None = None
     """The last one. A rank that has raised since did not end by it."""
@@ -87,6 +96,7 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[IgnoredAlarm] = field(default_factory=list)
     absorbed: list[AbsorbedValue] = field(default_factory=list)
+    masks: list[MaskReturned] = field(default_factory=list)
     passed: list[PassedTensor] = field(default_factory=list)
     """Non-finite tensors that went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
@@ -234,6 +244,12 @@ class RankFacts:
         if left is None or end is None or end.phase != "script":
             return False
         return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
+
+    @property
+    def caught_overflow(self) -> bool:
+        """Whether its script ended well after OverflowDetected was raised in it: it was caught there."""
+        ended_well = self.script_exit is not None and self.script_exit.code == 0
+        return self.overflow_raised is not None and ended_well and not self.errors
 
     @property
     def exited_badly(self) -> bool:

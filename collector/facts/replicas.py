@@ -105,6 +105,8 @@ _MAX_PEERS = 8
 class OddWeight:
     """A weight whose copy on one rank differs from the other copies, which agree."""
 
+    place: str
+    """`fc1` (Linear)"""
     row: Row
     others: Row
     ranks: list[int]
@@ -170,8 +172,10 @@ def run_the_same_model(left: KeptPage | None, right: KeptPage | None) -> bool:
     return bool(mine and theirs) and (mine <= theirs or theirs <= mine)
 
 
-def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
+def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis, *, before: bool = False) -> OddWeight | None:
     """The weight of a diagnosis's module that differs on this rank alone, where the other weights agree.
+
+    `before`: that of a module which was called before it in that forward, and whose output it may have been handed.
 
     None where ranks have weights of their own: they hand each other activations, or the weight differed in an earlier
     batch, too.
@@ -179,7 +183,7 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     page, others = page_of(facts, diagnosis), peers(facts, diagnosis)
     if page is None or not others or any(_is_spread(each) for each in (page, *others.values())):
         return None
-    mine = page.weights()
+    mine, blamed = page.weights(), _called_before(page, diagnosis) if before else {diagnosis.module}
     # replicas with equal weights share one table: it is compared once
     theirs = list({id(weights): weights for weights in (other.weights() for other in others.values())}.values())
     odd: list[tuple[tuple[str, str], Row, Row]] = []
@@ -190,7 +194,7 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
             continue
         if all(_same(copy, row) for copy in copies):
             agreeing += 1
-        elif key[0] == diagnosis.module and copies[0].finite and all(_same(copy, copies[0]) for copy in copies):
+        elif key[0] in blamed and copies[0].finite and all(_same(copy, copies[0]) for copy in copies):
             odd.append((key, row, copies[0]))
         else:
             differing += 1
@@ -201,7 +205,14 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     history = _history(facts, page, key)
     if history is not None and not history[1]:
         return None
-    return _with_step(facts, page, key, OddWeight(row, copy, sorted(others), agreeing, history and history[0]))
+    cls = next((frame.cls for frame in page.frames if frame.module == key[0]), "")
+    found = OddWeight(module_text(key[0], cls), row, copy, sorted(others), agreeing, history and history[0])
+    return _with_step(facts, page, key, found)
+
+
+def _called_before(page: KeptPage, diagnosis: LocalDiagnosis) -> set[str]:
+    calls = (frame for frame in page.frames if frame.phase == FramePhase.FORWARD)
+    return {call.module for call in calls if call.index < diagnosis.row.frame} - {diagnosis.module}
 
 
 def _with_step(facts: RunFacts, page: KeptPage, key: tuple[str, str], odd: OddWeight) -> OddWeight:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.text import size_text
 from ...core.verdicts import VerdictKind
 from .model import RunReport
 from .run_figures import FigureSeries, NodeFigures
-from .sentence_parts import share_text, size_text
+from .sentence_parts import share_text
 
 SPAN_S = 60.0
 _SHOWN = {

@@ -175,7 +175,7 @@ def _scaler(ranks: list[RankReport]) -> Iterator[str]:
         details, where = alike[0].scaler or {}, ""
         if details.get("role") is not None:
             where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
-        scale = f", last scale {details['last_scale']:g}" if details.get("last_scale") is not None else ""
+        scale = f", the last at scale {details['last_scale']:g}" if details.get("last_scale") is not None else ""
         who = ranks_text([rank.rank for rank in alike])
         yield f"GradScaler skipped {counted(count, 'step')} on {who} (expected{where}{scale})"
 

@@ -160,6 +160,8 @@ class RankSeries(msgspec.Struct, frozen=True):
     rank: int
     batches: list[int]
     abs_max: list[float | None]
+    gaps: list[int] = []
+    """Batches that it was seen in without a number of this one: the first of each row of them between two numbers."""
 
 
 class ModuleHistory(msgspec.Struct, frozen=True):

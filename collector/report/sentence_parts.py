@@ -97,14 +97,6 @@ def badness(kind: str, headroom: float | None, subnormals: float | None, zeros: 
     return not near, left if near else -max(subnormals or 0.0, zeros or 0.0)
 
 
-def size_text(size: float) -> str:
-    """`245 GiB`, `1.5 MiB`"""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.3g} {unit}" if size < 1000 << power else f"{size / (1 << power):.0f} {unit}"
-    return f"{size:.0f} B"
-
-
 def bytes_text(size: int) -> str:
     """`16 MiB`; in bytes if the size is no whole number of a unit.
 

@@ -174,7 +174,7 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
         for choice in rank.watch_choices[-1:] if rank is ranks[0] else ():
             events.append((choice, f"{name}: {choice_text(choice)}", False))
         for skip in rank.scaler_skips[-1:]:
-            events.append((skip, f"{name}: GradScaler skipped a step, scale {skip.scale:g}", False))
+            events.append((skip, f"{name}: GradScaler skipped a step at scale {skip.scale:g}", False))
         found += [ViewEvent(event.where.time_ns, text, loud) for event, text, loud in events]
     for node in facts.nodes.values():
         host = node.host if node.hello is not None else "a node"

@@ -17,11 +17,12 @@ from textual.widgets import Footer, Input, Static
 
 from ...core.errors import GpuwatchError
 from ...core.wire.view import JobView
-from .top_model import ORDERS, ScreenLine, TopModel, stack_parts
+from .top_model import ORDERS, JobEnd, ScreenLine, TopModel, stack_parts
 
 EVERY_S = 0.5
 _STYLES = {
     "bad": Style(color="red", bold=True),
+    "good": Style(color="green"),
     "warn": Style(color="yellow"),
     "dim": Style(dim=True),
     "": Style(),
@@ -79,12 +80,16 @@ class TopApp(App[int]):
         is_over: Callable[[], bool],
         report: str,
         ask_stacks: Callable[[], Callable[[], list[str] | None]] = lambda: lambda: [],
+        end: Callable[[], JobEnd] = JobEnd,
     ) -> None:
-        """`ask_stacks` asks the ranks for their stacks; what it returns has the text, or None until that has come."""
+        """`ask_stacks` asks the ranks for their stacks; what it returns has the text, or None until that has come.
+
+        `end` is asked once the job is over.
+        """
         super().__init__()
         self.model = TopModel()
         self._newest, self._is_over, self._report = newest, is_over, report
-        self._ask_stacks = ask_stacks
+        self._ask_stacks, self._end = ask_stacks, end
         self._answer: Callable[[], list[str] | None] | None = None
         self._stacks: list[str] | None = None
 
@@ -108,7 +113,7 @@ class TopApp(App[int]):
         """Take the newest picture and draw it."""
         try:
             view = self._newest()
-            over = view is None and self._is_over()
+            self.model.end = self._end() if view is None and self._is_over() else None
             if self._answer is not None and (stacks := self._answer()) is not None:
                 self._stacks, self._answer = stacks, None
         except GpuwatchError as error:
@@ -116,7 +121,7 @@ class TopApp(App[int]):
             return
         if view is not None:
             self.model.see(view)
-        self.draw(over=over)
+        self.draw()
 
     def on_resize(self) -> None:
         """Redraw for the new width."""
@@ -166,11 +171,12 @@ class TopApp(App[int]):
         self.query_one(RankTable).focus()
         self.draw()
 
-    def draw(self, *, over: bool = False) -> None:
+    def draw(self) -> None:
         """All parts. The timer may fire once more when the app has ended, and removes them."""
         if len(self.query("#ranks, #head, #title, #hot, #events")) < 5:
             return
         screen = self.model.screen(self.size.width)
+        over = self.model.end is not None
         head = [*screen.head, *([ScreenLine(f"the job is over: {self._report}", "warn")] if over else [])]
         table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)
         if self._stacks is not None:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Literal, NamedTuple, get_args
 
+from msgspec.structs import replace
+
 from ...core.errors import RANK_OVERFLOW
 from ...core.frames import format_number
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
+from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, NodeView, RankView
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import counted, elapsed_text
@@ -28,7 +31,7 @@ WINDOW_S = 20.0
 
 
 class ScreenLine(NamedTuple):
-    """One line and its look: "", `dim`, `warn` or `bad`."""
+    """One line and its look: "", `dim`, `good`, `warn` or `bad`."""
 
     text: str
     look: str = ""
@@ -43,6 +46,13 @@ class TopScreen(NamedTuple):
     nodes: list[ScreenLine]
     hot: list[ScreenLine]
     events: list[ScreenLine]
+
+
+class JobEnd(NamedTuple):
+    """What verdict.json says of a run that is over; "" where there is none."""
+
+    kind: str = ""
+    statement: str = ""
 
 
 Order = Literal["trouble", "number", "slowest", "longest at rest", "least used GPU"]
@@ -62,6 +72,8 @@ class TopModel:
     """Only ranks and nodes whose number, host, phase or module has this text."""
     shows_nodes: bool = False
     """The table shows the nodes in place of the ranks."""
+    end: JobEnd | None = None
+    """How the job ended; None while it goes on. The last picture is older."""
     _views: deque[JobView] = field(default_factory=deque)
     """Those of the last WINDOW_S."""
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
@@ -96,8 +108,8 @@ class TopModel:
         if not self._views:
             waiting = ScreenLine("waiting for the first update from the collector")
             return TopScreen([waiting], ScreenLine(""), [], [], [], [])
-        view = self._views[-1]
-        rates = self._rates()
+        view = self._views[-1] if self.end is None else _ended(self._views[-1], self.end)
+        rates = self._rates() if self.end is None else {}
         behind = behind_of(view)
         columns = _columns(
             width,
@@ -145,6 +157,13 @@ class TopModel:
         return {rank: max(0, batches) / seconds for rank, batches in found}
 
 
+def _ended(view: JobView, end: JobEnd) -> JobView:
+    """The last picture of a job that is over: it was made before the last ranks ended."""
+    ranks = [rank if rank.ended else replace(rank, ended=True) for rank in view.ranks]
+    found = replace(view, ranks=ranks, slow=None)
+    return replace(found, kind=end.kind, verdict=end.statement) if end.statement else found
+
+
 def _head(view: JobView, rates: dict[int, float], behind: set[int], times: list[float]) -> list[ScreenLine]:
     hosts = len(view.nodes)
     lines = [ScreenLine(f"run {view.run}: {' '.join(view.command)}")]
@@ -165,7 +184,7 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int], times: list[
     if behind:
         lines.append(_waiting(view, behind))
     if view.verdict:
-        lines.append(ScreenLine(view.verdict, "bad"))
+        lines.append(ScreenLine(view.verdict, "good" if view.kind == VerdictKind.CLEAN else "bad"))
     elif behind and view.hang:
         lines.append(ScreenLine(view.hang, "bad"))
     if view.slow is not None:
@@ -347,8 +366,8 @@ _MOST_LINES = 4
 
 
 def _folded(line: ScreenLine, width: int) -> list[ScreenLine]:
-    """A sentence about trouble has several lines where it needs them; any other line is cut."""
-    if line.look != "bad":
+    """A verdict, or a sentence about trouble, has several lines where it needs them; any other line is cut."""
+    if line.look not in ("bad", "good"):
         return [_cut(line, width)]
     parts = wrap(shown(line.text), width, max_lines=_MOST_LINES, placeholder="...")
     return [ScreenLine(part, line.look) for part in parts]

@@ -61,11 +61,14 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
 
 
 class RankStall(RankEvent, frozen=True, tag="stalled"):
-    """A node agent saw a rank not move for longer than its limit."""
+    """A node agent saw a rank not move for longer than its limit, or wait for what cannot come."""
 
     limit_s: float
     timeout_s: float = 0.0
     """Of its process group, which ends the job before its own limit would be reached; 0: the limit is its own."""
+    mismatch_s: float = 0.0
+    """How long all members of a group of its node had stood in operations that do not match, before the limit was
+    reached; 0: that is not why it is told."""
 
 
 class RankLook(RankEvent, frozen=True, tag="look"):
@@ -94,6 +97,8 @@ class RankLook(RankEvent, frozen=True, tag="look"):
     """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
     after: EndedPart = ""
     """As of WorkerExit."""
+    moved: bool = False
+    """It moved while it was looked at: the stack is of another moment than all else."""
 
 
 class SeenLine(msgspec.Struct, frozen=True):

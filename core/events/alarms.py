@@ -125,4 +125,12 @@ class AbsorbedValue(RankEvent, frozen=True, tag="absorbed"):
     why: LedNowhere = ""
 
 
-AlarmEvent = Anomaly | RangeWarning | ScalerSkip | IgnoredAlarm | AbsorbedValue
+class MaskReturned(RankEvent, frozen=True, tag="mask"):
+    """The first -inf in one output of one module that is no alarm, as masks are made of it."""
+
+    module: str
+    cls: str
+    role: str
+
+
+AlarmEvent = Anomaly | RangeWarning | ScalerSkip | IgnoredAlarm | AbsorbedValue | MaskReturned

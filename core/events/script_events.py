@@ -34,6 +34,10 @@ class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
     """What the script gave sys.exit to print: `sys.exit("loss is nan")`; "" where it gave a number or nothing."""
 
 
+class OverflowRaised(RankEvent, frozen=True, tag="overflow_raised"):
+    """The first OverflowDetected was raised in the user's script. One that catches it goes on."""
+
+
 class ExitCall(RankEvent, frozen=True, tag="exit_call"):
     """The script ends its process by sys.exit with an error code, or by os._exit."""
 
@@ -61,4 +65,4 @@ class MeshCoordinates(RankEvent, frozen=True, tag="mesh"):
     coordinates: dict[str, int]
 
 
-ScriptEvent = ScriptError | ScriptExit | ExitCall | LeftGroup | GroupTeardown | MeshCoordinates
+ScriptEvent = ScriptError | ScriptExit | OverflowRaised | ExitCall | LeftGroup | GroupTeardown | MeshCoordinates

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ...core.events.agent_events import RankLook, RankStall
 from ...core.guest.own_files import read_regular
+from ...core.recorder.operation_mismatch import all_stand_in_mismatch
 from ...core.recorder.stalls import (
     DeviceProgress,
     file_of,
@@ -69,6 +70,8 @@ def learned_limit(steps_s: Collection[float]) -> HangLimit:
 LONGEST_REST_TIMES = 3.0
 TIMEOUT_SHARE = 0.8
 """Of its process group's timeout: the rank is looked at before that ends the job, and its position is gone."""
+MISMATCH_S = 10.0
+"""For how long operations that do not match are seen before that is told. Nothing is ended by it before the limit."""
 BEFORE_FIRST_BATCH_TIMES = 4.0
 TAKES_LONG_TIMES = 4.0
 """Where a rank compiles, or writes a checkpoint."""
@@ -87,6 +90,7 @@ class RankRest:
         """The newest one when it last moved."""
         self._times_told = 0
         self._timeout_told = False
+        self._mismatch_told = False
 
     def seconds(self, now: float) -> float:
         """Since it last moved."""
@@ -99,7 +103,7 @@ class RankRest:
         if min(batch - 1, self._batch) >= 0:  # rests before are of another kind: imports, compilation
             self._longest = max(self._longest, now - self._since)
         self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
-        self._timeout_told = False
+        self._timeout_told = self._mismatch_told = False
 
     def limit_s(self, batch: int, limit: HangLimit, *, takes_long: bool = False) -> float:
         """How long it may rest. `batch` is its newest one, -1 before the first."""
@@ -124,6 +128,13 @@ class RankRest:
             return False
         self._timeout_told = self.seconds(now) > TIMEOUT_SHARE * timeout_s
         return self._timeout_told
+
+    def is_in_mismatch(self, phase: str, now: float) -> bool:
+        """True once in a rest of MISMATCH_S, if all members of its group stand in operations that do not match."""
+        if self._mismatch_told or self._times_told or self.seconds(now) < MISMATCH_S or phase not in _SCRIPT:
+            return False
+        self._mismatch_told = True
+        return True
 
 
 # Asks a rank for its flight recorder of NCCL, and reads it: see core/recorder/stalls.py.
@@ -187,6 +198,8 @@ class _RankQuestions(NamedTuple):
     watch: RankWatch
     stack: StackLook
     nccl: NcclDump
+    movement: tuple[int, ...]
+    """When it was asked."""
 
 
 class StallWatch:
@@ -211,12 +224,17 @@ class StallWatch:
         self._next = now + _EVERY_S
         for key in self._rests.keys() - {(watch.rank, watch.attempt) for watch in watches if not watch.ended}:
             del self._rests[key]
+        mismatched = _mismatched([watch for watch in watches if self._rests_long(watch, now)])
         for watch in watches:
             state = watch.state() if not watch.ended else None
             if state is None:
                 continue
             rest = self._rest(watch, state.batch, now)
             limit = self._limit(watch)
+            if (watch.rank, watch.attempt) in mismatched and rest.is_in_mismatch(state.phase, now):
+                limit_s = rest.limit_s(state.batch, limit)
+                yield RankStall(watch.where(state), round(limit_s, 1), mismatch_s=MISMATCH_S)
+                continue
             if rest.is_told(state.phase, state.batch, limit, now):
                 limit_s = rest.limit_s(state.batch, limit)
                 yield RankStall(watch.where(state), round(limit_s, 1))
@@ -225,19 +243,25 @@ class StallWatch:
                 if rest.is_before_timeout(state.phase, timeout_s, now):
                     yield RankStall(watch.where(state), round(TIMEOUT_SHARE * timeout_s, 1), timeout_s)
 
+    def _rests_long(self, watch: RankWatch, now: float) -> bool:
+        """Whether it rested for MISMATCH_S at the last turn: only then are tables worth a comparison."""
+        rest = self._rests.get((watch.rank, watch.attempt))
+        return not watch.ended and rest is not None and rest.seconds(now) >= MISMATCH_S
+
     def inspect(self, watches: Collection[RankWatch], number: int, now: float) -> None:
         """Look at all of these ranks; `seen` gives what comes of it."""
         for watch in watches:
             if not watch.ended:
+                movement = watch.movement()
                 stack = StackLook(self._folder, watch.rank, watch.attempt, watch.pid, now)
                 nccl = NcclDump(self._folder, watch.rank, watch.attempt, now)
-                self._looks.append(_RankQuestions(number, watch, stack, nccl))
+                self._looks.append(_RankQuestions(number, watch, stack, nccl, movement))
 
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
         due = [look for look in self._looks if self._is_due(look, now)]
         self._looks = [look for look in self._looks if look not in due]
-        for number, watch, stack, nccl in due:
+        for number, watch, stack, nccl, movement in due:
             found = stack.result()
             state = watch.state()
             if state is None or watch.ended:
@@ -255,6 +279,7 @@ class StallWatch:
                 **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
                 after=watch.ended_part(state.batch) if phase == "script" else "",
+                moved=watch.movement() != movement,
             )
 
     def _is_due(self, look: _RankQuestions, now: float) -> bool:
@@ -274,3 +299,10 @@ class StallWatch:
         rest = self._rests.setdefault((watch.rank, watch.attempt), RankRest(now))
         rest.moved(watch.movement(), batch, now)
         return rest
+
+
+def _mismatched(watches: Collection[RankWatch]) -> set[tuple[int, int]]:
+    """(rank, attempt) of those that stand in operations that do not match, with all members of their group."""
+    attempt = max((watch.attempt for watch in watches), default=0)
+    tables = {watch.rank: watch.groups() for watch in watches if watch.attempt == attempt}
+    return {(rank, attempt) for rank in all_stand_in_mismatch(tables, MISMATCH_S)}

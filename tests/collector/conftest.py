@@ -205,7 +205,7 @@ class Batch:
         place = {"seq": frame.seq, "root": self.root, "time_ns": self.time_ns, **self.issued}
         self.anomaly = msgspec.structs.replace(anomaly, where=msgspec.structs.replace(anomaly.where, **place))
 
-    def skipped(self, cause="GradScaler skipped 12 steps in a row, its scale is down to 1"):
+    def skipped(self, cause="GradScaler skipped 12 steps in a row, the last at scale 1"):
         """A GradScaler's alarm over the first gradient of this batch that it was to catch."""
         found = first_expected_gradient(self.decoded().frames)
         assert found is not None

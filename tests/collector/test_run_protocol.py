@@ -23,7 +23,7 @@ from gpuwatch.core.events.alarm_evidence import SECOND_RUN_S, CaptureFile, Forwa
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.definitions import RootDef
 from gpuwatch.core.events.node_events import NodeSignal
-from gpuwatch.core.events.rank_standing import StackLine
+from gpuwatch.core.events.rank_standing import GroupState, IssuedOperation, StackLine
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.stalls import ANSWER_S
 from gpuwatch.core.wire.beat import NodeBeat
@@ -39,6 +39,7 @@ from gpuwatch.core.wire.messages import (
     StopRanks,
     WantedBatch,
 )
+from msgspec.structs import replace
 
 
 class Cluster:
@@ -784,6 +785,48 @@ def test_a_wait_that_its_groups_timeout_soon_ends_is_told_before_and_not_ended(m
     assert text.startswith("Rank 1 is ") and "It never reached all_reduce, in which rank 0 has waited for 16 s." in text
     assert text.endswith("(the timeout of its process group, 20 s, ends the job)")
     assert not [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+
+
+def in_mismatch(rank):
+    return EventMessage(RankStall(RunPosition(rank, batch=4), 300.0, mismatch_s=10.0))
+
+
+def stands_in(rank, operation, *, still_s=11.0):
+    seen = look(rank, operation, still_s=still_s, limit_s=300.0).event
+    issued = IssuedOperation(7, operation, "float32", 8)
+    group = GroupState("0", "0-1", 2, begun=7, ended=6, phase="waiting", at=7, since_s=still_s, recent=[issued])
+    return EventMessage(replace(seen, groups=[group]))
+
+
+def test_operations_that_do_not_match_are_told_before_the_limit_and_end_the_job_with_it(make):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = "auto"
+    cluster.say("a0", in_mismatch(0), 400.0)
+    cluster.say("a0", stands_in(0, "all_reduce"), 401.0)
+    cluster.say("a1", stands_in(1, "all_gather"), 401.0)
+    actions = cluster.tick(401.1)
+    (text,) = told(actions)
+
+    assert "the ranks do not issue the same collectives" in text
+    assert "(if no rank moves, gpuwatch ends the job after 300 s)" in text
+    assert not [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+    cluster.say("a0", stalled(0, 20.0), 410.0)  # a limit that is passed soon after
+    cluster.say(
+        "a0", EventMessage(replace(stands_in(0, "all_reduce", still_s=21.0).event, number=2, limit_s=20.0)), 410.5
+    )
+    cluster.say(
+        "a1", EventMessage(replace(stands_in(1, "all_gather", still_s=21.0).event, number=2, limit_s=20.0)), 410.5
+    )
+    actions = cluster.tick(411.0)
+    assert [a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]
+
+
+def test_what_turns_out_to_match_is_not_told_before_the_limit(make):
+    cluster = Cluster(make)
+    cluster.say("a0", in_mismatch(0), 400.0)
+    cluster.say("a0", stands_in(0, "all_reduce"), 401.0)
+    cluster.say("a1", stands_in(1, "all_reduce"), 401.0)
+    assert told(cluster.tick(401.1)) == []
 
 
 @pytest.mark.parametrize(("function", "still_s"), [("", 16.0), ("all_reduce", 2.0)], ids=["nobody waits", "one moves"])

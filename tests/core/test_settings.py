@@ -93,7 +93,7 @@ def test_watch_has_a_keyword_for_each_option_of_watching():
             'explain="off" tests nothing; `explain=N`, explain=3',
         ),
         ("waived by --ignore 'a.*': 3, --ignore: 3", "waived by ignore=['a.*']: 3, ignore=: 3"),
-        ("more than --capture-max; --capture-max is 2 GB", "more than capture_max=; capture_max= is 2 GB"),
+        ("more than --capture-max; --capture-max is 2 GiB", "more than capture_max=; capture_max= is 2 GiB"),
         ("`parser('--sync')`, x--sync, --sync-all, --min-busbw 3, --rank 1", None),
     ],
 )

@@ -189,3 +189,14 @@ def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert f"Rank {rank} is at " in run.stderr and "It never reached all_reduce" in run.stderr
     assert f"because rank {rank} may still go on" in run.stderr
+
+
+@pytest.mark.slow
+def test_operations_that_do_not_match_are_told_before_the_limit_and_ended_by_it(bench):
+    args = ("--how", "operation", "--rank", "1", "--batch", "2")
+    run = bench.launch("meet.py", "--hang-timeout", "40", "--preflight", "off", nproc=2, args=args)
+
+    assert (run.code, run.verdict["kind"]) == (5, "hang")
+    told, _, ended = run.stderr.partition("(if no rank moves, gpuwatch ends the job after ")
+    assert "the ranks do not issue the same collectives" in told
+    assert "(ending the ranks)" in ended

@@ -31,7 +31,7 @@ def test_a_rank_that_the_kernel_ends_is_told_with_the_limit_and_what_was_used(be
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"], verdict["signal"]) == (5, "lost", 1, "SIGKILL")
     assert "was killed by SIGKILL in the forward of batch 2" in verdict["statement"]
-    sizes = "limit 1.47 GB, used up to 1.47 GB"
+    sizes = "limit 1.37 GiB, used up to 1.37 GiB"
     assert (
         f": its memory cgroup was out of memory ({sizes}), and the kernel killed 1 process of it."
         in (verdict["statement"])
@@ -46,7 +46,7 @@ def test_a_worker_of_a_data_loader_that_the_kernel_ends_is_told_so(bench, cgroup
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"]) == (1, "crash", 1)
     assert "DataLoader worker (pid" in verdict["statement"]
-    assert any("its memory cgroup was out of memory (limit 1.47 GB" in line for line in verdict["evidence"])
+    assert any("its memory cgroup was out of memory (limit 1.37 GiB" in line for line in verdict["evidence"])
     assert "Give the job more memory on" in verdict["next"][0]
 
 
@@ -59,4 +59,4 @@ def test_a_rank_in_a_cgroup_of_its_own_is_told_by_that_one(bench, cgroup, port):
 
     verdict = run.verdict
     assert (verdict["kind"], verdict["rank"]) == ("lost", 1)
-    assert "its memory cgroup was out of memory (limit 1.47 GB" in verdict["statement"]
+    assert "its memory cgroup was out of memory (limit 1.37 GiB" in verdict["statement"]

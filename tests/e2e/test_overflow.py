@@ -158,3 +158,14 @@ def test_the_job_ends_cleanly_after_the_batch_asked_for(bench):
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
     assert [rank["batch"] for rank in run.report["ranks"]] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_script_that_catches_the_error_and_goes_on_is_told_so(bench):
+    run = bench.launch("swallows.py", "--preflight", "off", nproc=1)
+
+    verdict = run.verdict
+    assert "OverflowDetected" in run.stdout
+    assert (run.code, verdict["kind"], verdict["batch"]) == (4, "overflow", 3)
+    assert "the script caught OverflowDetected, which was to end it, and went on to batch 11" in verdict["evidence"]
+    assert any("let OverflowDetected pass" in step for step in verdict["next"])

@@ -119,7 +119,7 @@ def test_what_is_not_captured_is_told_and_changes_nothing(bench):
 
     assert (plain.code, run.code) == (4, 4)
     assert before["capture"] is None
-    why = "it takes 410 kB, and --capture-max is 100 kB; --sync writes a smaller part"
+    why = "it takes 400 KiB, and --capture-max is 97.7 KiB; --sync writes a smaller part"
     assert run.verdict["capture"]["refused"] == why
     assert run.verdict["statement"] == before["statement"]
     assert run.verdict["operation"] == before["operation"]

@@ -74,6 +74,30 @@ def test_a_watched_training_can_be_read(folders):
     assert handle.report() == "No overflow: 1 rank, 3 batches, every watched tensor finite."
 
 
+class Mask(nn.Module):
+    def forward(self, x):
+        return torch.full((4, 4), -torch.inf).triu(1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask = Mask()
+
+    def forward(self, x):
+        return torch.softmax(x @ x.T + self.mask(x), -1) @ x
+
+
+def test_a_mask_is_not_called_finite(folders):
+    model = Attention()
+    with gpuwatch.watch(model) as handle:
+        for _ in range(2):
+            model(torch.ones(4, 4))
+    statement = "every watched tensor finite, except for the -inf of masks (first: output of `mask` (Mask))."
+    assert handle.report() == f"No overflow: 1 rank, 2 batches, {statement}"
+    assert [type(event).__name__ for event in handle.events] == ["MaskReturned"]
+
+
 def test_a_verdict_is_shown_in_one_line(folders):
     model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
     with gpuwatch.watch(model, on_overflow="continue") as handle:

@@ -197,4 +197,4 @@ class GradScalerHooks:
             self._judging.skipped(bad, scale, in_a_row)
         if bad is not None and (in_a_row >= self._limit or scale < COLLAPSED):
             times = f"{in_a_row} step{'s' if in_a_row != 1 else ''} in a row"
-            self._judging.alarm(bad, f"GradScaler skipped {times}, its scale is down to {scale:g}")
+            self._judging.alarm(bad, f"GradScaler skipped {times}, the last at scale {scale:g}")

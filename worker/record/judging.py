@@ -18,6 +18,7 @@ from ...core.events.looked_again import LookedAgain, OptimizerStep
 from ...core.events.own_limits import SELF_CHECK, OwnFault
 from ...core.events.preflight_events import RankInventoryEvent
 from ...core.events.run_position import RunPosition
+from ...core.events.script_events import OverflowRaised
 from ...core.frames import Frame, FramePhase, RowMark
 from ...core.guest.tell import say
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
@@ -98,6 +99,7 @@ class AlarmRecorder:
         self.before_raise: Callable[[str], None] = lambda _: None
         """Called with what was found, before the exception that ends the job."""
         self._anomalies = 0
+        self._has_raised = False
         self.first_alarmed = -1
         """Number of the page with the first alarm; -1 before it."""
         self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, MOST if settings.every == "auto" else max(1, settings.every)))
@@ -271,6 +273,8 @@ class AlarmRecorder:
         for bad in found.absorbed:
             why: LedNowhere = "" if bad.out_of_mask else "taken away"
             self._notices.led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
+        for row in found.masks:
+            self._notices.mask(NonFiniteRow(page, frame, row))
         if found.alarm is not None:
             bad_row = NonFiniteRow(page, found.of or frame, found.alarm)
             if not judged.alarmed and self._is_held_back(bad_row, frame):
@@ -388,5 +392,8 @@ class AlarmRecorder:
             self._asked("log_to", where, self.before_raise, found)
             if ends_by_another_watch():
                 return
+            if not self._has_raised:
+                self._has_raised = True
+                self._recorder.append(OverflowRaised(where))
             text = raised_text(found, launched=bool(self._progress.settings.recorder_dir))
             raise OverflowDetected(self._progress.in_users_words(text))

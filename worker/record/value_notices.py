@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...core.events.alarms import AbsorbedValue, IgnoredAlarm, LedNowhere, RangeWarning
+from ...core.events.alarms import AbsorbedValue, IgnoredAlarm, LedNowhere, MaskReturned, RangeWarning
 from ...core.frames import Frame, Row, module_text
 from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import OpenPage
@@ -26,6 +26,7 @@ class ValueNotices:
         self._warned: set[tuple[str, ...]] = set()
         self._hidden: set[tuple[str, ...]] = set()
         self._absorbed: set[tuple[str, ...]] = set()
+        self._masks: set[tuple[str, ...]] = set()
 
     def hide(self, bad: NonFiniteRow) -> None:
         """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
@@ -46,6 +47,13 @@ class ValueNotices:
         if len(self._absorbed) < _MOST_TOLD and self._is_first(self._absorbed, bad):
             where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
             self._recorder.append(AbsorbedValue(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+
+    def mask(self, returned: NonFiniteRow) -> None:
+        """Record an event for the first -inf of its module and role that is a mask's."""
+        page, frame, row = returned
+        if len(self._masks) < _MOST_TOLD and self._is_first(self._masks, returned):
+            where = self._progress.where_of(page, frame)
+            self._recorder.append(MaskReturned(where, frame.module, frame.cls, row.role))
 
     def _is_first(self, known: set[tuple[str, ...]], row: NonFiniteRow, kind: str = "") -> bool:
         """Whether a row is the first of its module, role and kind. The next one is not."""

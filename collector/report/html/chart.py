@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from ....core.frames import LOSS_MODULE, format_number
@@ -127,7 +128,9 @@ def _values(history: ModuleHistory, named: RankSeries) -> list[RankValues]:
     found: list[RankValues] = []
     for each in sorted(history.ranks, key=lambda each: each is named):
         values = zip(each.batches, each.abs_max, strict=True)
-        found.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
+        points: list[tuple[float, float | None]] = [(at, math.inf if y is None else y) for at, y in values]
+        points += [(at, None) for at in each.gaps]
+        found.append((each.rank, each is named, sorted(points, key=itemgetter(0))))
     return found
 
 

@@ -88,9 +88,13 @@ def _place(rank: RankReport) -> str:
 
 
 def _function(rank: RankReport) -> str:
-    """`all_reduce`: the innermost call."""
-    found = re.search(r":\d+ in (\w+)", rank.stack[0]) if rank.stack else None
-    return found[1] if found else "unknown"
+    """`all_reduce`: the innermost call; `train.py:41` where the script is in none, `stopped` where a signal has it."""
+    inner = rank.stack[0] if rank.stack else ""
+    if found := re.search(r"([^/]+:\d+) in ([\w<>]+)", inner):
+        return found[1] if found[2] == "<module>" else found[2]
+    if found := re.match(r"(\w+) of ", inner):
+        return found[1]
+    return "stopped" if "has stopped" in inner else "no stack"
 
 
 _MOST_NODES = 12

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....core.identity import rank_name
+from ....core.text import size_text
 from ....core.wire.columns import METRICS
 from ..model import RunReport, TimelineEntry
 from ..run_figures import FigureSeries, NodeFigures
-from ..sentence_parts import counted, grouped, share_text, size_text, when_text
+from ..sentence_parts import counted, grouped, share_text, when_text
 from .chart import svg_path
 
 # The figures of a node as small curves. Units are those of the viewBox.

@@ -112,7 +112,7 @@ def test_a_scale_that_only_falls(make):
     ]
     (found,) = insights_of([make.hello(), *map(EventMessage, skips)])
     assert found.kind == "scaler_collapsing"
-    assert "skipped 12 steps in a row on rank 0, its scale was down to 0.000488281" in found.text
+    assert "skipped 12 steps in a row on rank 0, the last at scale 0.000488281" in found.text
     assert "+inf in grad weight of `fc`" in found.text
 
 

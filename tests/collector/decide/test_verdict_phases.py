@@ -12,17 +12,20 @@ from gpuwatch.core.events.alarm_evidence import BadOperation, SecondRun
 from gpuwatch.core.events.looked_again import LookedAgain, OptimizerStep
 from gpuwatch.core.events.own_limits import NotLookedInto, OwnFault
 from gpuwatch.core.events.read_tensors import OperandNumbers
+from gpuwatch.core.events.script_events import OverflowRaised
 from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def judge(make, *batches, before="", **hello):
-    """The verdict over these pages; `before`: what the batch before held where they hold -inf, `masks` or `finite`."""
+def judge(make, *batches, before="", more=(), **hello):
+    """The verdict over these pages, and `more` messages; `before`: what the batch before held where they hold -inf,
+    `masks` or `finite`."""
     bodies = [make.hello(nproc=hello.pop("nproc", len(batches)), host="alpha", **hello)]
     bodies += [body for batch in batches for body in batch.messages()]
     bodies += [batch.page_before(masks=before == "masks") for batch in batches if before]
+    bodies += more
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
 
 
@@ -208,6 +211,16 @@ def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad)
     assert not any("derivative" in text for text in verdict.next)
 
 
+def test_a_script_that_caught_the_error_and_went_on_is_told_so(make):
+    batch = forward(make, 0, out=make.INF, batch=3)
+    raised = [EventMessage(OverflowRaised(make.where(0, batch=3)))]
+    caught = judge(make, batch, more=[*raised, *make.finished(0, batch=11)])
+    assert "the script caught OverflowDetected, which was to end it, and went on to batch 11" in caught.evidence
+    assert "let OverflowDetected pass where the script catches errors" in caught.next[-1]
+    ended = judge(make, batch, more=[*raised, make.raised(0, "OverflowDetected", batch=3), make.ended(0, 94, batch=3)])
+    assert not any("caught" in line for line in [*ended.evidence, *ended.next])
+
+
 # -- GradScaler ---------------------------------------------------------------------------------------------------
 
 
@@ -217,10 +230,10 @@ def test_a_scale_that_collapsed_names_the_rank_with_the_bad_gradient(make):
     peer = backward(make, 0, mark=scaled, batch=7, clock={"0": 9})
     peer.got("embed", "Linear", {"weight": make.INF}, mark=scaled)
     for batch in (guilty, peer):
-        batch.skipped("GradScaler skipped 12 steps in a row, its scale is down to 1")
+        batch.skipped("GradScaler skipped 12 steps in a row, the last at scale 1")
     verdict = judge(make, peer, guilty)
     assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "backward", "length", "grad input[0]")
-    assert verdict.statement.endswith("(GradScaler skipped 12 steps in a row, its scale is down to 1).")
+    assert verdict.statement.endswith("(GradScaler skipped 12 steps in a row, the last at scale 1).")
 
 
 def test_gradients_that_a_scaler_skips_are_no_overflow(make):
@@ -384,6 +397,32 @@ def history(make, head, *, stepped=None, rank=None, **place):
         if stepped is not None:
             batch.stepped("head", "Linear", {"weight": stepped if batch.rank == rank else 1.0})
     return batches
+
+
+def test_a_weight_that_one_rank_overwrote_is_the_cause_in_a_module_behind_it(make):
+    """Its own output is finite. The copies agreed in the batch before."""
+
+    def batch_of(rank, weight=1.0, out=1.0, **place):
+        batch = make.Batch(rank, **place)
+        x, h, y = batch.tensor(), batch.tensor(weight), batch.tensor(out)
+        batch.call("body", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(weight)})
+        batch.call("head", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor(0.5)})
+        batch.call("", "Net", given=[x], returned=[y])
+        return batch
+
+    before = [batch_of(rank, batch=2) for rank in (0, 1)]
+    now = [batch_of(0, batch=3, page=1), batch_of(1, 1e22, make.INF, batch=3, page=1)]
+    verdict = judge(make, *before, *now, nproc=2)
+    assert (verdict.rank, verdict.module) == (1, "head")
+    assert (verdict.cause.kind, verdict.cause.certainty) == ("replica", "supported")
+    assert verdict.cause.statement == (
+        "weight of `body` (Linear) has abs max 1.00e+22 on rank 1 alone, against 1.00e+00 on rank 0, and agreed in "
+        "batch 2"
+    )
+    assert "trains or changes that weight on this rank alone" in verdict.next[0]
+    alike = [batch_of(0, 1e22, batch=3, page=1), batch_of(1, 1e22, make.INF, batch=3, page=1)]
+    cause = judge(make, *before, *alike, nproc=2).cause
+    assert cause is None or cause.kind != "replica"
 
 
 @pytest.mark.parametrize("stepped", [None, 1.0], ids=["its gradient was small", "its step has left another"])

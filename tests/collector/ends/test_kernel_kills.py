@@ -11,7 +11,7 @@ from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.wire.messages import AgentBody, AgentHello, EventMessage, NodeBye
 
-GB = 10**9
+GIB = 1 << 30
 HERE = RunPosition(0, batch=3, seq=4, time_ns=10**18)
 
 
@@ -24,12 +24,12 @@ def verdict_of(*bodies: AgentBody):
     ("numbers", "said"),
     [
         (
-            (1, 2 * GB, 2 * GB),
-            "its memory cgroup was out of memory (limit 2 GB, used up to 2 GB), and the kernel killed 1 ",
+            (1, 2 * GIB, 2 * GIB),
+            "its memory cgroup was out of memory (limit 2 GiB, used up to 2 GiB), and the kernel killed 1 ",
         ),
-        ((3, 2 * GB, 0), "the kernel killed 3 processes of its memory cgroup for lack of memory (limit 2 GB)"),
+        ((3, 2 * GIB, 0), "the kernel killed 3 processes of its memory cgroup for lack of memory (limit 2 GiB)"),
         ((1, 0, 0), "that has no limit, so its host lacked memory"),
-        ((1, 2 * GB, GB), "for lack of memory on its host; the cgroup had enough (limit 2 GB, used up to 1 GB)"),
+        ((1, 2 * GIB, GIB), "for lack of memory on its host; the cgroup had enough (limit 2 GiB, used up to 1 GiB)"),
     ],
 )
 def test_the_limit_is_blamed_only_where_it_was_reached(numbers, said):
@@ -40,8 +40,8 @@ def test_the_limit_is_blamed_only_where_it_was_reached(numbers, said):
 
 
 def test_a_rank_that_a_signal_ended_is_told_with_what_it_had_in_memory():
-    verdict = verdict_of(EventMessage(WorkerExit(HERE, -9, "itself", "forward", resident=3 * GB)))
-    assert "rank 0 had up to 3 GB in memory" in verdict.evidence
+    verdict = verdict_of(EventMessage(WorkerExit(HERE, -9, "itself", "forward", resident=3 * GIB)))
+    assert "rank 0 had up to 3 GiB in memory" in verdict.evidence
     assert "for lack of memory" not in verdict.statement
 
 
@@ -54,7 +54,7 @@ def test_a_rank_that_a_signal_ended_is_told_with_what_it_had_in_memory():
     ],
 )
 def test_a_lost_worker_of_a_data_loader_is_told_with_what_the_kernel_did(message, is_told):
-    exit_ = WorkerExit(HERE, 1, "itself", "raised", memory_kills=1, memory_limit=2 * GB, memory_peak=2 * GB)
+    exit_ = WorkerExit(HERE, 1, "itself", "raised", memory_kills=1, memory_limit=2 * GIB, memory_peak=2 * GIB)
     error = ScriptError(HERE, "RuntimeError", message, "Traceback")
     verdict = verdict_of(EventMessage(error), EventMessage(exit_))
     assert verdict.kind == "crash"

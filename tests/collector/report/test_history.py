@@ -9,6 +9,7 @@ from gpuwatch.collector.assemble import shown_frames as limits
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
+from gpuwatch.collector.report.html.chart import over_the_batches
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.collector.written_report import read_report
@@ -170,6 +171,14 @@ def test_the_loss_over_the_batches_on_all_ranks(make):
     assert series == {0: [*falling, 1.0], 1: [*falling, None]}
     assert report.by_module.ranks == [0, 1]
     assert "abs max of the loss, batch by batch" in render_html(report)
+
+
+def test_a_line_is_broken_where_the_loss_was_not_read(make):
+    """Batches of an evaluation have no backward. The history has their modules, and no loss."""
+    report = report_of(job_of_losses(make, before=lambda n: None if n in (2, 3) else 8.0 - n))
+    series = report.history.ranks[0]
+    assert (series.batches, series.gaps) == ([0, 1, *range(4, LAST + 1)], [2])
+    assert [line.path.count("M") for line in over_the_batches(report).lines] == [2, 2]
 
 
 def job_of_losses_beside_a_module(make):

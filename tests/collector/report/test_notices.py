@@ -12,7 +12,7 @@ from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.notices_text import notice_lines
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events.across_ranks import PassedTensor
-from gpuwatch.core.events.alarms import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip
+from gpuwatch.core.events.alarms import AbsorbedValue, IgnoredAlarm, MaskReturned, RangeWarning, ScalerSkip
 from gpuwatch.core.events.own_limits import WatchChoice
 from gpuwatch.core.wire.messages import EventMessage
 
@@ -114,6 +114,22 @@ def test_a_warning_stands_beside_an_overflow_too(make):
     assert "Close to trouble - outputs of `up` came close to float16's limit" in text_of(report)
 
 
+def test_a_mask_is_an_exception_of_a_clean_statement(make):
+    masks = [EventMessage(MaskReturned(make.where(1, batch=n), f"mask{n}", "Mask", "output")) for n in (3, 0)]
+    statement = report_of(run(make, *masks)).verdict.statement
+    assert statement.endswith(
+        "every watched tensor finite, except for the -inf of masks (first: output of `mask0` (Mask))."
+    )
+
+
+def test_a_mask_that_a_module_was_handed_is_told_from_the_last_batches(make):
+    batch = make.Batch(0, batch=7)
+    x = batch.tensor()
+    batch.call("attn", "Attention", given=[x, batch.tensor(-make.INF)], returned=[x])
+    statement = report_of(run(make, *batch.messages(), ranks=1)).verdict.statement
+    assert statement.endswith("finite, except for the -inf of masks (such as input[1] of `attn` (Attention)).")
+
+
 # -- GradScaler ---------------------------------------------------------------------------------------------------
 
 
@@ -125,9 +141,8 @@ def test_skipped_steps_are_counted_and_told(make):
     rank = report.ranks[1]
     assert (rank.scaler_skips, rank.scaler["last_scale"], rank.scaler["in_a_row"]) == (4, 0.125, 4)
     assert (rank.scaler["module"], rank.scaler["role"], rank.scaler["batch"]) == ("lower", "grad output", 0)
-    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, last " in (
-        text_of(report)
-    )
+    first = "first for +inf in grad output of lower, the last at scale 0.125"
+    assert f"GradScaler skipped 4 steps on ranks 0 and 1 (expected, {first})" in text_of(report)
 
 
 def test_without_a_beat_the_events_are_counted(make):

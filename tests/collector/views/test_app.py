@@ -9,15 +9,16 @@ import pytest
 pytest.importorskip("textual")
 
 from gpuwatch.collector.views.top_app import RankTable, TopApp
+from gpuwatch.collector.views.top_model import JobEnd
 from gpuwatch.core.wire.view import NodeView
 
 
-def drive(views, act, size=(80, 24), ask_stacks=lambda: lambda: []):
+def drive(views, act, size=(80, 24), ask_stacks=lambda: lambda: [], end=JobEnd):
     """Run the app over the pictures, do something with it, and return what is on the screen, line by line."""
     left = list(views)
 
     async def run():
-        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1", ask_stacks)
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1", ask_stacks, end)
         async with app.run_test(size=size) as pilot:
             for _ in range(len(views) + 1):
                 app.poll()
@@ -47,6 +48,21 @@ def test_all_parts_stand_on_80_by_24(picture):
     ):
         assert part in text
     assert "the job is over: gpuwatch report run-1" in text
+
+
+def test_after_the_end_the_last_picture_says_how_the_job_ended(picture):
+    """It was made before the ranks had ended."""
+    ranks = [picture.rank(n, phase="script", still=4.0) for n in range(2)]
+    statement = (
+        "Rank 1 on vm was killed by SIGKILL after the optimizer step of batch 19, which is a sentence of two lines."
+    )
+    lines = drive(
+        [picture.view(ranks, hang="rank 0 waits", hang_ranks=[1])], nothing, end=lambda: JobEnd("lost", statement)
+    )
+    text = " ".join(" ".join(lines).split())
+    assert statement in text and "the job is over: gpuwatch report run-1" in text
+    assert "2 ended" in text and "0 node-a ended" in text
+    assert "script" not in text and "waited for" not in text and "rank 0 waits" not in text
 
 
 def test_s_asks_for_the_stacks_and_shows_them_in_place_of_the_ranks(picture):

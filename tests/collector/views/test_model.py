@@ -7,7 +7,7 @@ import math
 import pytest
 from gpuwatch.collector.report.sentence_parts import elapsed_text
 from gpuwatch.collector.views.snapshot import behind_of
-from gpuwatch.collector.views.top_model import TopModel, plain
+from gpuwatch.collector.views.top_model import JobEnd, ScreenLine, TopModel, plain
 from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 
@@ -221,6 +221,13 @@ def test_a_thousand_ranks_are_one_line_each_and_as_text_a_few(picture):
     screen = seen(picture.view(ranks))
     assert len(screen.ranks) == 1024
     assert "... 1014 more ranks" in plain(screen, 10)
+
+
+def test_the_end_of_a_clean_run_is_no_trouble(picture):
+    model = TopModel()
+    model.see(picture.view([picture.rank(0, phase="script")]))
+    model.end = JobEnd("clean", "No overflow: 1 rank, 11 batches.")
+    assert ScreenLine("No overflow: 1 rank, 11 batches.", "good") in model.screen(80).head
 
 
 def test_before_the_first_picture_it_says_so():

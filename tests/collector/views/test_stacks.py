@@ -13,6 +13,7 @@ from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.stalls import ANSWER_S
 from gpuwatch.core.wire.beat import NodeBeat, RankState, pack_list
 from gpuwatch.core.wire.view import StacksView
+from msgspec.structs import replace
 
 from .test_publisher import KEYS, context, door, publisher  # noqa: F401  fixtures
 
@@ -74,6 +75,10 @@ def test_control_characters_of_a_stack_do_not_reach_the_terminal():
 def test_ranks_that_stand_at_the_same_place_share_a_line_and_a_stack():
     unanswered = RankLook(RunPosition(3, batch=3), 0, 4.0, "script", state="D", threads=[ThreadSeen("pt_main", "D")])
     looks = [look(0), look(1), look(2, OWN, "forward"), unanswered]
+    moving = replace(look(2, OWN, "optimizer"), moved=True)
+    assert "  - rank 2 is moving: train.py:20 in forward: time.sleep(60)" in [
+        *view_text(StacksView(0, "day", 3, {}, [moving]))
+    ]
     lines = list(view_text(StacksView(0, "night", 5, dict.fromkeys(range(5), "gpu-1"), looks)))
     assert lines[0] == "run night: 5 running ranks of 5"
     assert "  - ranks 0, 1 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)" in lines

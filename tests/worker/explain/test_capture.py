@@ -94,8 +94,8 @@ def test_a_second_capture_keeps_the_first(captures):
 
 def test_one_that_is_too_large_is_refused(captures):
     model = nn.Sequential(nn.Linear(4, 1000), Fault())
-    why = refused(captures, model, capture_max=10_000)
-    assert why == "it takes 20 kB, and --capture-max is 10 kB; --sync writes a smaller part"
+    why = refused(captures, model, capture_max=10 << 10)
+    assert why == "it takes 19.6 KiB, and --capture-max is 10 KiB; --sync writes a smaller part"
 
 
 def test_an_attribute_that_is_too_large_is_refused(captures):

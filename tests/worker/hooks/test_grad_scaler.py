@@ -106,7 +106,7 @@ def test_too_many_skips_in_a_row_are_an_alarm(watch, make):
     scaler = GradScaler("cpu", init_scale=2.0**20)
     optimizer = make(model.parameters())
     train(scaler, optimizer, model, [INF, INF, 1, INF, INF])
-    with pytest.raises(OverflowDetected, match=r"\(GradScaler skipped 3 steps in a row, its scale is down to 65536\)"):
+    with pytest.raises(OverflowDetected, match=r"\(GradScaler skipped 3 steps in a row, the last at scale 65536\)"):
         train(scaler, optimizer, model, [INF])
     (anomaly,) = watched.anomalies
     assert (anomaly.where.batch, anomaly.cause[:10]) == (5, "GradScaler")
@@ -118,7 +118,7 @@ def test_a_scale_that_has_collapsed_is_an_alarm(watch):
     model = net()
     train(GradScaler("cpu", init_scale=1.0), torch.optim.SGD(model.parameters(), lr=0.1), model, [INF, INF])
     assert [(a.where.batch, a.cause) for a in watched.anomalies] == [
-        (1, "GradScaler skipped 2 steps in a row, its scale is down to 0.5")
+        (1, "GradScaler skipped 2 steps in a row, the last at scale 0.5")
     ]
 
 

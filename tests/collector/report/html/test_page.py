@@ -13,8 +13,10 @@ from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_page, write_report
 from gpuwatch.collector.report.html import chart, page
+from gpuwatch.collector.report.html.grids import rank_grid
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
+from msgspec.structs import replace
 
 from .conftest import HOSTILE, KINDS, messages_of
 
@@ -93,6 +95,24 @@ def test_each_code_is_a_link_to_its_text_on_the_page(page_of, report_of, kind):
     linked = set(re.findall(r'href="#(gw\d+)">\[GW\d+\]</a>', page))
     assert report_of(kind).verdict.code.lower() in linked
     assert linked == set(re.findall(r'<dt id="(gw\d+)">', page))
+
+
+@pytest.mark.parametrize(
+    ("stack", "word"),
+    [
+        ("/home/me/train.py:41 in <module>: time.sleep(9)", "train.py:41"),
+        ("/lib/torch/distributed/distributed_c10d.py:3007 in all_reduce: work.wait()", "all_reduce"),
+        ("memcpy of libc.so.6, native", "memcpy"),
+        ("thread python, which a signal has stopped", "stopped"),
+        ("", "no stack"),
+    ],
+)
+def test_a_square_of_a_hang_says_where_its_rank_is(report_of, stack, word):
+    report = report_of("hang")
+    ranks = [replace(rank, stack=[stack] if stack and rank.rank == 1 else []) for rank in report.ranks]
+    ranks[0] = replace(ranks[0], stack=["/home/me/train.py:60 in main: wait()"])
+    squares = rank_grid(replace(report, ranks=ranks)).squares
+    assert squares[1][-1] == word
 
 
 def test_frames_that_there_is_no_room_for_are_counted(report_of, monkeypatch):
