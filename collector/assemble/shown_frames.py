@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...core.frames import LOSS_MODULE, Frame, FramePhase, Page
@@ -265,7 +266,19 @@ def _gaps(seen: list[tuple[int, float]], batches: list[int]) -> list[int]:
             if was_read and not is_read:
                 found.append(batch)
             was_read = is_read
-    return found
+    return sorted({*found, *_far_apart(batches)})
+
+
+def _far_apart(batches: list[int]) -> list[int]:
+    """The first batch of each stretch that nobody has read: further than twice from both neighbours' distances.
+
+    A history gets coarser with age, by two each time, and is even otherwise.
+    """
+    distances = [after - before for before, after in pairwise(batches)]
+    around = [
+        max(distances[max(0, n - 1) : n] + distances[n + 1 : n + 2], default=far) for n, far in enumerate(distances)
+    ]
+    return [batches[n] + 1 for n, far in enumerate(distances) if far > 2 * around[n]]
 
 
 def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:

@@ -181,6 +181,13 @@ def test_a_line_is_broken_where_the_loss_was_not_read(make):
     assert [line.path.count("M") for line in over_the_batches(report).lines] == [2, 2]
 
 
+def test_a_stretch_that_the_agent_did_not_read_is_a_gap_and_a_coarser_history_is_none():
+    assert limits._far_apart([0, 1, 2, 3, 15, 16, 17]) == [4]
+    assert limits._far_apart([0, 5, 6, 7]) == [1]
+    assert limits._far_apart([0, 8, 16, 20, 24, 26, 28, 29, 30]) == []
+    assert limits._far_apart([0, 10, 20]) == limits._far_apart([3, 90]) == []
+
+
 def job_of_losses_beside_a_module(make):
     """An output of rank 1 is inf in the last batch; the losses of both ranks are beside it."""
     bodies = [make.hello(nproc=2)]
