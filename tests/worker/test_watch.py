@@ -833,7 +833,7 @@ watched._hooks.second_runs.rerun.limit_s = 0.1
 try:
     model(torch.ones(2))
 except gpuwatch.OverflowDetected:
-    print(watched.events[-1].unknown)
+    print(*[event.unknown for event in watched.events if hasattr(event, "unknown")])
 """
 
 
