@@ -4,6 +4,7 @@
     python3 tests/fakes/cuda/run.py --sample            one of each kind
     python3 tests/fakes/cuda/run.py -- tests/gpu -x     pytest's arguments
     python3 tests/fakes/cuda/run.py --shell             a shell in which `python` is on the stand-in
+    python3 tests/fakes/cuda/run.py --frameworks        the tests with the newest frameworks
 
 The first run makes a virtual environment of its own in build/cuda-stub (5.5 GB; a minute or two).
 """
@@ -29,6 +30,7 @@ PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdis
 TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/device", "tests/worker/test_look.py"]
 TESTS += ["tests/worker/record/test_host_reduce.py", "tests/worker/record/test_tensor_stats.py"]
 TESTS += ["tests/worker/preflight", "tests/gpu/test_preflight.py"]
+FRAMEWORKS = ["accelerate", "lightning"]
 SAMPLE = [f"tests/fakes/cuda/test_{what}.py" for what in ("streams", "counters", "costs", "graphs", "gpuwatch")]
 SAMPLE += ["tests/gpu/test_watch.py", "--sample", "--each", "1"]
 NOT_ANSWERED = {
@@ -45,9 +47,11 @@ def main() -> int:
     """Make the environment if it is missing, and run pytest."""
     options = parse()
     python = environment_of(options.torch)
-    packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    packages = packages_of(python)
     build.build(FOLDER / "lib", packages)
     (packages / "stand_in_cuda.pth").write_text(f"{HERE}\nimport stand_in_cuda.hook\n")
+    if options.frameworks:
+        python = with_frameworks(python)
     # not in the checkout: what walks through it, as `make docs` does, would come back to it by the link
     link = Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}-{crc32(bytes(CHECKOUT)):x}" / "gpuwatch"
     link.parent.mkdir(mode=0o700, exist_ok=True)
@@ -62,6 +66,9 @@ def main() -> int:
 def run(options: argparse.Namespace, python: Path, environment: dict[str, str]) -> int:
     if options.shell:
         return subprocess.run([os.environ.get("SHELL", "sh")], env=environment).returncode
+    if options.frameworks:
+        command = [python, "-m", "pytest", "-q", "tests/fakes/cuda/test_framework_rows.py", *options.pytest]
+        return subprocess.run(command, cwd=CHECKOUT, env=environment).returncode
     tests = options.pytest or [*(SAMPLE if options.sample else TESTS)]
     left_out = " or ".join(name.rpartition("::")[2] for name in NOT_ANSWERED)
     how = ["tests/once_more.py", "run"] if options.once_more else ["-m", "pytest"]
@@ -77,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--torch", default="2.14.1", help="the release of torch, of which the CUDA build is taken")
     parser.add_argument("--sample", action="store_true", help="one of each kind")
     parser.add_argument("--shell", action="store_true", help="no tests: a shell with the stand-in")
+    parser.add_argument("--frameworks", action="store_true", help="the tests with frameworks on top of it")
     parser.add_argument(
         "--once-more", action="store_true", help="run what failed once more, alone (tests/once_more.py)"
     )
@@ -99,6 +107,33 @@ def environment_of(torch: str) -> Path:
     constraints.write_text("\n".join(line for line in lines if not line.startswith(("torch", "triton", "-", "nvidia"))))
     install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*install, "-c", str(constraints), f"torch=={torch}", *PACKAGES, *dependencies()], check=True)
+    ready.touch()
+    return python
+
+
+def packages_of(python: Path) -> Path:
+    return next((python.parents[1] / "lib").glob("python*/site-packages"))
+
+
+def with_frameworks(base: Path) -> Path:
+    """The Python of a further environment, on top of the one of `base`. What pip cannot install is left out, and told.
+
+    Its `.pth` file makes the packages of the other one its own, so that pip does not install torch again.
+    """
+    venv = base.parents[1].with_name(f"{base.parents[1].name}-frameworks")
+    python, ready = venv / "bin" / "python", venv / ".ready"
+    if ready.is_file():
+        return python
+    print(f"Installing {', '.join(FRAMEWORKS)} into {venv}; this takes some minutes.", flush=True)
+    subprocess.run([base, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages_of(python) / "base.pth").write_text(f"import site; site.addsitedir({str(packages_of(base))!r})\n")
+    torch = next(packages_of(base).glob("torch-*.dist-info")).name.removeprefix("torch-").removesuffix(".dist-info")
+    (venv / "constraints.txt").write_text(f"torch=={torch}\n")
+    for package in FRAMEWORKS:
+        install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+        done = subprocess.run([*install, "-c", venv / "constraints.txt", package])
+        if done.returncode:
+            print(f"{package} cannot be installed here", flush=True)
     ready.touch()
     return python
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 OPERATIONS = {
@@ -46,6 +47,39 @@ def test_an_operation_has_the_bits_of_the_cpu(name, dtype):
     assert found.is_cuda
     assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
     assert torch.equal(found.cpu(), expected) or torch.equal(found.cpu().isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flash_attention_has_the_bits_of_the_cpu(is_causal):
+    def run(device):
+        torch.manual_seed(0)
+        x = torch.rand(2, 2, 4, 8).to(device, torch.bfloat16).requires_grad_()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            y = functional.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+        y.square().sum().backward()
+        return y.detach().cpu(), x.grad.cpu()
+
+    for found, expected in zip(run("cuda"), run("cpu"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_conjugate_and_a_negative_are_copied():
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(numbers.cuda().conj().resolve_conj().cpu(), numbers.conj())
+    assert torch.equal(numbers.cuda().conj().imag.resolve_neg().cpu(), -numbers.imag)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_backward_of_a_fused_rms_norm_is_that_of_the_cpu(affine):
+    def run(device):
+        torch.manual_seed(0)
+        net = nn.RMSNorm((2, 4), elementwise_affine=affine).to(device)
+        x = torch.rand(3, 5, 2, 4).to(device).requires_grad_()
+        net(x).pow(3).sum().backward()
+        return [each.grad.cpu() for each in (x, *net.parameters())]
+
+    for found, expected in zip(run("cuda"), run("cpu"), strict=True):
+        assert torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

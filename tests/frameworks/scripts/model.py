@@ -1,13 +1,15 @@
 """What all of these scripts train, and where its numbers become too large: `block.widen`, on one rank in one batch."""
 
 import argparse
+import os
 import sys
 
 import torch
 from ddp_overflow import Block, Net
 
-__all__ = ("BATCHES", "Block", "Net", "batches", "parse", "say")
+__all__ = ("BACKENDS", "BATCHES", "Block", "Net", "batches", "device_of", "parse", "say")
 BATCHES = 4
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def parse():
@@ -17,7 +19,17 @@ def parse():
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--local_rank", "--local-rank", default="")  # DeepSpeed gives it to its scripts
     parser.add_argument("--how", default="", help="what else the script is to be told")
+    parser.add_argument("--device", choices=list(BACKENDS), default="cpu")
     return parser.parse_args()
+
+
+def device_of(args):
+    """This rank's own, which becomes the current one."""
+    if args.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
 def say(text):

@@ -51,7 +51,7 @@ class Batches(torch.utils.data.IterableDataset):
 if __name__ == "__main__":
     torch.manual_seed(0)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator={"cpu": "cpu", "cuda": "gpu"}[ARGS.device],
         devices=ARGS.ranks,
         strategy="ddp" if MANUAL or LOGS else ARGS.how,
         max_epochs=1,

@@ -66,7 +66,7 @@ with tempfile.TemporaryDirectory() as folder:
         num_train_epochs=1,
         optim="sgd",
         learning_rate=1e-6,
-        use_cpu=True,
+        use_cpu=ARGS.device == "cpu",
         report_to=["tensorboard"] if ARGS.how == "log" else [],
         logging_steps=1 if ARGS.how == "log" else 500,
         disable_tqdm=True,

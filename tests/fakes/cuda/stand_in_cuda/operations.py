@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .fused_kernels import KERNELS
 from .library import callbacks, library
 from .random_numbers import cpu_generator, dropout
 from .views import Shape, View, each, view
@@ -24,8 +25,8 @@ _NATIVE = {  # torch's own code: it allocates, describes, or calls the driver
     *("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss", "_cudnn_init_dropout_state"),
 }
 _CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-_MORE = ("convolution", "convolution_backward", "convolution_overrideable", "copy_")
-"""Registered for all devices by torch: its code for CUDA lies below."""
+_MORE = ("convolution", "convolution_backward", "convolution_overrideable", "copy_", *KERNELS)
+"""Registered for all devices by torch: its code for CUDA lies below; and those that the CPU does not have."""
 _WAITING = {  # the size of what comes out depends on numbers
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "equal"),
     *("repeat_interleave", "bincount", "_embedding_bag", "histc", "nonzero_static"),
@@ -73,6 +74,8 @@ def _kernel(base: str, overload: str, schema: Any) -> Callable[..., Any]:
         return _copy
     if base == "native_dropout" and not overload:
         return dropout
+    if base in KERNELS and not overload:
+        return KERNELS[base]
     return Operation(base, overload, schema)
 
 
@@ -239,19 +242,23 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) ->
             return _copy(to, there)
         if to.is_cuda and source.is_cuda and not _is_same_layout(to, source):
             if to.numel():
-                issue(to.get_device(), functools.partial(_copy_views, view(to), view(source)))
+                bits = to.is_conj() != source.is_conj(), to.is_neg() != source.is_neg()
+                issue(to.get_device(), functools.partial(_copy_views, view(to), view(source), *bits))
             return to
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # the same code, without our kernel in front of it
         torch.ops.aten.copy_.default.redispatch(keys, to, source, non_blocking)
         return to
 
 
-def _copy_views(to: View, source: View) -> None:
-    to.tensor().copy_(source.tensor())
+def _copy_views(to: View, source: View, conjugates: bool, negates: bool) -> None:
+    found = source.tensor()
+    found = found.conj() if conjugates else found
+    to.tensor().copy_(-found if negates else found)
 
 
 def _is_same_layout(to: torch.Tensor, source: torch.Tensor) -> bool:
     same = to.dtype == source.dtype and to.shape == source.shape and to.stride() == source.stride()
+    same = same and to.is_conj() == source.is_conj() and to.is_neg() == source.is_neg()
     return same and torch.ops.aten.is_non_overlapping_and_dense(to)
 
 
