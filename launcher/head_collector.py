@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
+import psutil
 import zmq
 from msgspec.structs import replace
 
@@ -18,8 +20,44 @@ from ..core.wire.keys import JobKeys
 from .helper_processes import HelperLives, RestartedHelper
 
 _FIRST_WORD_S = 30.0
+"""A collector that is silent for so long is given up, unless it works:"""
+_SLOW_START_S = 180.0
+"""then after this. Where many processes start at once, or files come from a slow disk, its imports alone take long."""
+_STILL_S = 10.0
+"""One that has used no processor for so long does not work."""
 _TRIES = 3
 """How often to start a collector that ends before its first word. One that stays silent is not started again."""
+
+
+def _processor_s(pid: int) -> float:
+    """Seconds of a processor that a process has used; 0 if it has ended."""
+    with suppress(psutil.Error):
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))
+    return 0.0
+
+
+class StartedHelper(Protocol):
+    """A process that is to say something."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+def give_up_silent(child: StartedHelper, has_spoken: threading.Event, say: Callable[[str], object]) -> None:
+    """Kill a collector that says nothing, once it does not work any more, or has worked for too long."""
+    began, waited_s, used_s = time.monotonic(), max(0.0, _FIRST_WORD_S - _STILL_S), -1.0
+    while not has_spoken.wait(waited_s):
+        before_s, used_s = used_s, _processor_s(child.pid)
+        silent_s = time.monotonic() - began
+        if silent_s >= _FIRST_WORD_S:
+            if used_s <= before_s or silent_s >= _SLOW_START_S:
+                child.kill()
+                return
+            if silent_s - waited_s < _FIRST_WORD_S:
+                say(f"the collector has been starting for {silent_s:.0f} s; the launch waits for it")
+        waited_s = _STILL_S
 
 
 class HeadCollector(RestartedHelper):
@@ -79,14 +117,15 @@ class HeadCollector(RestartedHelper):
     def _first_word(self) -> pipe.CollectorBound | pipe.CannotBind | None:
         if self._child is None:
             return None
-        timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
-        timer.start()
+        has_spoken = threading.Event()
+        watch = threading.Thread(target=give_up_silent, args=(self._child, has_spoken, self._say), daemon=True)
+        watch.start()
         try:
             return next(
                 (said for said in self._messages() if isinstance(said, pipe.CollectorBound | pipe.CannotBind)), None
             )
         finally:
-            timer.cancel()
+            has_spoken.set()
 
     def _messages(self) -> Iterator[pipe.FromCollector]:
         for line in self._lines():

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Queue
+from threading import Event, Thread
 
 import pytest
 from gpuwatch.core.events.alarms import Anomaly
@@ -17,7 +19,7 @@ from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
 from gpuwatch.launcher.agent.process_ends import where_it_is
-from gpuwatch.launcher.head_collector import HeadCollector
+from gpuwatch.launcher.head_collector import HeadCollector, give_up_silent
 from gpuwatch.launcher.helper_processes import HelperProcess, NodeAgent
 
 from . import conftest
@@ -125,6 +127,34 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
     assert len(lives) == 2
 
 
+@pytest.mark.parametrize("does", ["works", "sleeps"])
+def test_a_silent_collector_is_given_up_unless_it_works(monkeypatch, does):
+    """Its imports take long where many processes start at once: at a load of 20 it was given up, and there was no
+    report."""
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 2.0)
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._STILL_S", 2.0)
+    code = {"works": "while True: pass", "sleeps": "import time; print(flush=True); time.sleep(900)"}[does]
+    child, has_spoken, said = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE), Event(), Queue()
+    if does == "sleeps":
+        child.stdout.readline()  # it has started
+    watch = Thread(target=give_up_silent, args=(child, has_spoken, said.put))
+    watch.start()
+    try:
+        if does == "sleeps":
+            assert child.wait(300) == -signal.SIGKILL
+            assert said.empty()
+        else:
+            assert "the launch waits for it" in said.get(timeout=300)
+            has_spoken.set()
+            watch.join()
+            assert child.poll() is None
+    finally:
+        has_spoken.set()
+        watch.join()
+        child.kill()
+        child.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.sample(1, of="a collector that says nothing more")
 def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_is_not_tried_for_ever(
@@ -145,6 +175,7 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
     node = make_node()
     node.start_collector()
     monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 0.5)
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._STILL_S", 1.0)
     node.collector._ending.set()
     lives[0].kill()
     node.collector.end(30.0)
