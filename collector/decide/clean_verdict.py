@@ -207,17 +207,17 @@ _MOST_PAGES = 32
 
 
 def _masks(ranks: list[RankFacts]) -> list[str]:
-    """`the -inf of masks (first: output of `mask` (Mask))`: what modules returned, else what they were handed."""
+    """`-inf alone, as in masks (first: output of `mask` (Mask))`: what modules returned, else what they were handed."""
     told = min((each for rank in ranks for each in rank.masks), key=lambda each: each.where.batch, default=None)
     if told is not None:
         place = f"{shown_name(told.role)} of {module_text(told.module, told.cls)}"
-        return [f"the -inf of masks (first: {place})"]
+        return [f"-inf alone, as in masks (first: {place})"]
     pages = islice((page for rank in ranks for page in rank.pages.values()), _MOST_PAGES)
     found = next((found for page in pages if (found := page.first_mask) is not None), None)
     if found is None:
         return []
     frame, row = found
-    return [f"the -inf of masks (such as {shown_name(row.role)} of {module_text(frame.module, frame.cls)})"]
+    return [f"-inf alone, as in masks (such as {shown_name(row.role)} of {module_text(frame.module, frame.cls)})"]
 
 
 def _exceptions(ranks: list[RankFacts]) -> str:

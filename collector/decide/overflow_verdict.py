@@ -257,7 +257,7 @@ def _named(
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
             *_in_order(cause, next_steps(first, clues), _replay_steps(capture), explains, went_on=clues.went_on),
-            *([_CAUGHT] if rank.caught_overflow else []),
+            *([_CAUGHT] if rank.went_on_after_overflow else []),
         ],
         concurrent=[
             ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.row.value, hosts[d.rank], d.text, d.shown_by)

@@ -252,6 +252,12 @@ class RankFacts:
         return self.overflow_raised is not None and ended_well and not self.errors
 
     @property
+    def went_on_after_overflow(self) -> bool:
+        """Whether that script has called a model again. One that saved something, and ended, has not."""
+        raised = self.overflow_raised
+        return self.caught_overflow and raised is not None and self.batches - 1 > raised.where.batch
+
+    @property
     def exited_badly(self) -> bool:
         """Whether its script called sys.exit with an error code, and no signal of its launcher's had told it to."""
         script, heard = self.script_exit, self.exit.heard if self.exit is not None else []

@@ -93,7 +93,7 @@ def test_a_mask_is_not_called_finite(folders):
     with gpuwatch.watch(model) as handle:
         for _ in range(2):
             model(torch.ones(4, 4))
-    statement = "every watched tensor finite, except for the -inf of masks (first: output of `mask` (Mask))."
+    statement = "every watched tensor finite, except for -inf alone, as in masks (first: output of `mask` (Mask))."
     assert handle.report() == f"No overflow: 1 rank, 2 batches, {statement}"
     assert [type(event).__name__ for event in handle.events] == ["MaskReturned"]
 

@@ -192,7 +192,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
         """Who has written the bad value that is in a tensor; one without an origin if it was there before."""
         bad = record.bad if record is not None else []
-        first, last = _span(tensor)
+        first, last = span_in_storage(tensor)
         over = [made for made in bad if made.span[0] < last and first < made.span[1]]
         over.sort(key=lambda made: (made.unwritten, not made.flags & flags, made.order))
         return over[0] if over else MadeValue(flags)
@@ -213,8 +213,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         numbers, flags = numbers_of(tensor)
         if self.on_output is not None and name not in _EMPTY:
             self.on_output(str(func), self._place(), numbers)
-        span = _span(tensor)
-        place, all_of_it = _place_of(tensor), tensor.is_contiguous()
+        span = span_in_storage(tensor)
+        place, all_of_it = place_in_storage(tensor), tensor.is_contiguous()
         record.bad = [  # what was there is gone
             made
             for made in record.bad
@@ -369,7 +369,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
     """(first, last) byte that a tensor has in its storage."""
     if not tensor.numel() or tensor.layout is not torch.strided:
         return 0, sys.maxsize
@@ -379,6 +379,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return int(first), int(first + (reach + 1) * size)
 
 
-def _place_of(tensor: torch.Tensor) -> Any:
+def place_in_storage(tensor: torch.Tensor) -> Any:
+    """Which elements of its storage a tensor has; None where that is not known."""
     strided = tensor.layout is torch.strided
     return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if strided else None

@@ -278,7 +278,7 @@ class SecondRuns:
         if _refusal(call, run) or _refusal_by_modes():
             return []
         frames = OwnPages(self._progress.recorder).frames(bad.page)
-        row = next((first_bad(frame) for frame in frames if frame.index == bad.frame.index), None)
+        row = next((first_bad(frame, frames) for frame in frames if frame.index == bad.frame.index), None)
         if row is None:
             return []
         return self.rerun.lines(call, run, ForwardTarget(unwrap(named), row), args, kwargs, eager, bad.frame, frames)

@@ -217,6 +217,12 @@ def test_a_script_that_caught_the_error_and_went_on_is_told_so(make):
     caught = judge(make, batch, more=[*raised, *make.finished(0, batch=11)])
     assert "the script caught OverflowDetected, which was to end it, and went on to batch 11" in caught.evidence
     assert "let OverflowDetected pass where the script catches errors" in caught.next[-1]
+    saved = judge(make, batch, more=[*raised, *make.finished(0, batch=3)])
+    assert (
+        "the script caught OverflowDetected, which was to end it, and ended with exit code 0 in that batch"
+        in saved.evidence
+    )
+    assert not any("let OverflowDetected pass" in step for step in saved.next)
     ended = judge(make, batch, more=[*raised, make.raised(0, "OverflowDetected", batch=3), make.ended(0, 94, batch=3)])
     assert not any("caught" in line for line in [*ended.evidence, *ended.next])
 

@@ -118,7 +118,7 @@ def test_a_mask_is_an_exception_of_a_clean_statement(make):
     masks = [EventMessage(MaskReturned(make.where(1, batch=n), f"mask{n}", "Mask", "output")) for n in (3, 0)]
     statement = report_of(run(make, *masks)).verdict.statement
     assert statement.endswith(
-        "every watched tensor finite, except for the -inf of masks (first: output of `mask0` (Mask))."
+        "every watched tensor finite, except for -inf alone, as in masks (first: output of `mask0` (Mask))."
     )
 
 
@@ -127,7 +127,7 @@ def test_a_mask_that_a_module_was_handed_is_told_from_the_last_batches(make):
     x = batch.tensor()
     batch.call("attn", "Attention", given=[x, batch.tensor(-make.INF)], returned=[x])
     statement = report_of(run(make, *batch.messages(), ranks=1)).verdict.statement
-    assert statement.endswith("finite, except for the -inf of masks (such as input[1] of `attn` (Attention)).")
+    assert statement.endswith("finite, except for -inf alone, as in masks (such as input[1] of `attn` (Attention)).")
 
 
 # -- GradScaler ---------------------------------------------------------------------------------------------------

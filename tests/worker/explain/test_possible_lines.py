@@ -189,6 +189,96 @@ def test_more_lines_than_help_are_not_told(watch, late):
     assert ran.lines == []
 
 
+class Given(nn.Module):
+    """`make` has what its last module is handed."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.scale = make, 1.0
+        self.same, self.act, self.fc = nn.Identity(), nn.Tanh(), nn.Linear(4, 4)
+        self.offset = torch.zeros(4)
+
+    def forward(self, x):
+        return self.fc(self.make(self, x))
+
+
+def a_part_that_was_not_read(module, x):
+    both = torch.cat([x, x * module.scale]).exp()
+    module.act(both[:2])
+    return both[2:] * 2
+
+
+def a_number_of_pythons(module, x):
+    number = (x.abs().max() * module.scale).item()
+    return x * number
+
+
+def the_size_of_complex_numbers(module, x):
+    numbers = module.same(torch.complex(x.clamp(0.5, 1), x.clamp(0.5, 1)) * min(module.scale, 3.4e38))
+    return numbers.abs()
+
+
+@pytest.mark.parametrize(
+    ("make", "ops"),
+    [
+        (a_part_that_was_not_read, [["mul", "exp"], ["mul"]]),
+        (a_number_of_pythons, [["max", "mul"], ["mul"]]),
+        (the_size_of_complex_numbers, [["abs"]]),
+    ],
+)
+def test_no_operation_is_left_out(watch, late, make, ops):
+    def spoil(model):
+        model.block.scale = 1e39
+
+    ran, _ = ends_after_the_step(watch(on_overflow="abort"), late, Net(Given(make)), spoil)
+    assert [line.ops for line in ran.lines] == ops
+
+
+def an_attribute(module, x):
+    return x + module.offset
+
+
+def what_numpy_has_made(module, x):
+    return torch.from_numpy((x * module.scale).detach().numpy() + 0) * 2
+
+
+@pytest.mark.parametrize("make", [an_attribute, what_numpy_has_made])
+def test_what_was_bad_before_its_operation_has_no_lines(watch, late, make):
+    def spoil(model):
+        model.block.scale = 1e39
+        model.block.offset.fill_(float("inf"))
+
+    ran, _ = ends_after_the_step(watch(on_overflow="abort"), late, Net(Given(make)), spoil)
+    assert ran.lines == []
+
+
+class Attends(nn.Module):
+    """Softmax of scores and a mask."""
+
+    def forward(self, x, mask):
+        return torch.softmax(x @ x.T + mask, -1) @ x
+
+
+class Masked(nn.Module):
+    """Its mask closes a row from the second batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.attends, self.is_closed = Attends(), False
+
+    def forward(self, x):
+        hidden = torch.ones(2, 2, dtype=torch.bool).triu(0 if self.is_closed else 1)
+        return self.attends(x, torch.zeros(2, 2).masked_fill(hidden, float("-inf")))
+
+
+def test_a_mask_is_not_what_was_bad(watch, late):
+    def spoil(model):
+        model.block.is_closed = True
+
+    ran, _ = ends_after_the_step(watch(on_overflow="abort"), late, Net(Masked()), spoil)
+    assert [line.ops for line in ran.lines] == [["masked_fill"], ["mm", "add", "_softmax"]]
+
+
 def test_a_later_batch_serves_as_well(watch, late):
     """The numbers arrive when the model has been called again."""
     torch.manual_seed(0)
