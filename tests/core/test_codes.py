@@ -196,6 +196,7 @@ NO_TROUBLE = (
         ", ",
         "the snapshot for viewers ",
         "the batch script has a token",
+        "the collector has been starting for ",
         "the run continues without metrics: ",
         " watched already: ",
     ),
