@@ -127,6 +127,7 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
     assert len(lives) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["works", "sleeps"])
 def test_a_silent_collector_is_given_up_unless_it_works(monkeypatch, does):
     """Its imports take long where many processes start at once: at a load of 20 it was given up, and there was no

@@ -107,6 +107,7 @@ def test_a_thousand_ranks_can_be_scrolled_and_the_head_stays(picture):
     assert "    0 node-a" not in text
 
 
+@pytest.mark.slow
 def test_a_filter_is_typed_and_taken_away_again_and_n_shows_the_nodes(picture):
     ranks = [picture.rank(n, host=f"gpu-{n // 8}") for n in range(64)]
     nodes = [NodeView(f"gpu-{n}", False, "ok", cpu=0.5, memory=0.5) for n in range(8)]

@@ -119,6 +119,7 @@ def answer_to(agent, kind):
             return message
 
 
+@pytest.mark.slow
 def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, tmp_path):
     collector = HeadCollector(config(tmp_path), print, lambda line: None)
     try:

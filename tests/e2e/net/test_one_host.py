@@ -26,6 +26,7 @@ def lacking(bench, prepare: str, *command: str, timeout_s: float = 300.0) -> sub
     )
 
 
+@pytest.mark.slow
 def test_a_host_with_ipv6_alone(bench):
     prepare = "ip addr del 127.0.0.1/8 dev lo"
     ended = lacking(bench, prepare, "run", "--", "sh", "-c", "echo hello")

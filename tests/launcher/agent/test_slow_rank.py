@@ -141,6 +141,7 @@ def test_it_is_asked_once_a_second_at_most_and_so_often_in_all(node):
     assert asked == MOST_LOOKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [2], indirect=True)
 def test_a_look_does_not_shorten_a_sleep_of_the_script(node):
     node.slow.ask(SLOW)

@@ -318,7 +318,7 @@ def test_a_compiled_function_that_runs_twice_before_its_backward_trains(watch, o
     assert ("mlp.down", "output") in watched.rows("forward", page=0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_gradients_of_a_module_that_runs_twice_are_told_as_not_all_seen(watch, on_host):
     watched = watch(watch=GRADIENTS)
     model = Model(order=(0, 1, 1, 2))

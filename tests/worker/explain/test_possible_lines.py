@@ -8,7 +8,7 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events.alarm_evidence import SecondRun
 from torch import nn
 
-pytestmark = pytest.mark.quick_here(12)
+pytestmark = pytest.mark.quick_here(6)
 
 
 class Own(nn.Module):

@@ -264,6 +264,7 @@ def test_every_kind_trains_and_is_seen_without_a_fault(tmp_path, kind):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_page_of_many_segments(tmp_path):
     found = []
     for compiled in (False, True):
