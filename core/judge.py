@@ -102,7 +102,7 @@ def judge(
                 hidden.append(row)
             elif row.mark & RowMark.SCALED and (of_loss or row.role_kind in GRADIENTS) and scaled is None:
                 scaled = row
-            elif row.role_kind is RoleKind.OUTPUT and row.flags == NonFinite.NEGINF and not of_loss:
+            elif row.role_kind is RoleKind.OUTPUT and row.only_neginf and not of_loss:
                 masks.append(row)
             elif of_loss and may_be_scaling(row) and limits.near_overflow > 0:
                 warnings.append(("near overflow", row))
@@ -182,7 +182,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
         if frame.phase == FramePhase.LOSS:
             if may_be_scaling(row):
                 continue
-        elif returned and row.flags == NonFinite.NEGINF and of_mask:
+        elif returned and row.only_neginf and of_mask:
             continue
         return row
     return None

@@ -21,7 +21,7 @@ from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
 from ...core.roles import GRADIENTS, RoleKind, parse_role
 from ...core.signal_errors import from_outside
-from ...core.values import DTYPE_NAMES, NonFinite
+from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
 from ..report.run_figures import HeatModule
@@ -211,7 +211,7 @@ class KeptPage:
         """The first argument or buffer of a call that held -inf alone; None if there is none."""
         if not self._has_flags:
             return None
-        rows = ((frame, row) for frame in self.frames for row in frame.rows if row.flags == NonFinite.NEGINF)
+        rows = ((frame, row) for frame in self.frames for row in frame.rows if row.only_neginf)
         return next(((frame, row) for frame, row in rows if row.role_kind in (RoleKind.INPUT, RoleKind.BUFFER)), None)
 
     @property

@@ -20,6 +20,8 @@ from ..signal_errors import from_outside
 from ..values import DTYPE_NAMES
 from .layout import EARLIER_GROUP_BYTES, EARLIER_GROUPS, GROUP_BYTES, GROUPS
 
+MOST_RANKS = 1 << 20
+"""Of a group whose members are read."""
 RECENT = 8
 RECENT_AT = 128
 NAME_AT = 448
@@ -165,7 +167,7 @@ def members_text(ranks: list[int]) -> str:
     return text if len(text) <= MEMBERS_BYTES else ""
 
 
-def members_of(text: str, most: int = 1 << 20) -> list[int]:
+def members_of(text: str, most: int = MOST_RANKS) -> list[int]:
     """The ranks that `members_text` has written; [] for what it cannot have written, or for more than `most`.
 
     >>> members_of("0-6:2,7")

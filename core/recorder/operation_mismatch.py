@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..events.rank_standing import GroupState
-from .group_table import members_of
+from .group_table import MOST_RANKS, members_of
 
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
 """All members must give as many elements. Others take uneven sizes on some backends."""
@@ -95,12 +95,9 @@ def all_stand_in_mismatch(tables: Mapping[int, Sequence[GroupState]], least_s: f
     """
     stand = {rank: place for rank, groups in tables.items() if (place := standing_at(groups)) is not None}
     places = {rank: place for rank, place in stand.items() if place[0].since_s >= least_s}
-    found = mismatch_of(tables, places, _MOST_RANKS)
+    found = mismatch_of(tables, places, MOST_RANKS)
     if found is None:
         return []
     there = {rank for rank, (group, number) in places.items() if (group.name, number) == (found.group, found.number)}
     told = {rank for ranks in found.kinds.values() for rank in ranks}
     return list(found.members) if there & told >= set(found.members) else []
-
-
-_MOST_RANKS = 1 << 20

@@ -21,11 +21,12 @@ from ...core.events.alarm_evidence import (
     OddSamples,
     PossibleLine,
 )
-from ...core.frames import Frame, FramePhase
+from ...core.frames import FramePhase
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..device.device import without_modes
+from ..record.held_alarms import NonFiniteRow
 from ..record.names import walk
 from ..record.progress import RunProgress
 from .capture import ForwardCapture
@@ -34,7 +35,7 @@ from .kept_call import KeptCall, redirection
 from .odd_samples import odd_samples, with_others
 from .operation_trials import trial_of
 from .operation_watch import OperationWatch
-from .possible_lines import LineageWatch, LineThread, read_before
+from .possible_lines import LineageWatch, LineThread, first_bad, read_before
 
 _MOST_BEFORE = 16
 """Batches before the alarm's that are looked at."""
@@ -112,18 +113,22 @@ class CallRerun:
         self,
         call: KeptCall,
         run: nn.Module,
-        target: ForwardTarget,
+        module: nn.Module,
         args: Any,
         kwargs: Any,
         eager: ContextMaker,
-        bad: Frame,
-        frames: list[Frame],
+        bad: NonFiniteRow,
     ) -> list[PossibleLine]:
-        """The lines that may have made the value: the forward runs with what is there now.
+        """The lines that may have made the value of an alarm in a module: the forward runs with what is there now.
 
-        `bad`: the frame of the alarm. `frames`: those of its batch. [] if that shows nothing.
+        [] if that shows nothing.
         """
-        read, calls_before = read_before(bad, frames)
+        frames = OwnPages(self._progress.recorder).frames(bad.page)
+        row = next((first_bad(frame, frames) for frame in frames if frame.index == bad.frame.index), None)
+        if row is None:
+            return []
+        target = ForwardTarget(module, row)
+        read, calls_before = read_before(bad.frame, frames)
         names = names_in(call, run)
         watch = LineageWatch(call.info.name, names, call.site)
         thread = LineThread(run, call.method, target, args, kwargs, watch, names, read, calls_before)

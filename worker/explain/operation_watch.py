@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -103,6 +103,16 @@ class HandedOperands(NamedTuple):
     """Of those that it writes, by id: what trials need."""
 
 
+def made_by(handed: HandedOperands, result: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """(tensor, whether its memory is new) of those that an operation has written or returned; a view is none."""
+    inside, written = {storage_key(leaf) for leaf in handed.given}, {id(leaf) for leaf in handed.written}
+    returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    for leaf in {id(leaf): leaf for leaf in [*handed.written, *returned]}.values():
+        is_new = id(leaf) not in written
+        if has_numbers(leaf) and not (is_new and storage_key(leaf) in inside):
+            yield leaf, is_new
+
+
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
     """A mode that is entered around the second run."""
 
@@ -158,16 +168,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, handed: HandedOperands, result: Any) -> None:
         self._order += 1
-        inside = {storage_key(leaf) for leaf in handed.given}
-        returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        made = {id(leaf): leaf for leaf in [*handed.written, *returned]}
-        for leaf in made.values():
-            if not has_numbers(leaf):
-                continue
-            is_written = id(leaf) in handed.before
-            if not is_written and storage_key(leaf) in inside:
-                continue  # a view
-            self._wrote(leaf, func, args, kwargs, handed, is_new=not is_written)
+        for leaf, is_new in made_by(handed, result):
+            self._wrote(leaf, func, args, kwargs, handed, is_new=is_new)
 
     def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> HandedTensor:
         """What an operation is handed. Finite without a look, where only finite values were written into it."""

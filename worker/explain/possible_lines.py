@@ -26,7 +26,7 @@ from ..record.names import inputs_of, outputs_of
 from .code_place import CallSite, CodePlace
 from .forward_thread import ForwardTarget, ForwardThread
 from .operands import has_numbers, numbers_of, operation_name, plain_numbers, written_by
-from .operation_watch import HandedOperands, OperationWatch, place_in_storage, span_in_storage, storage_key
+from .operation_watch import HandedOperands, OperationWatch, made_by, place_in_storage, span_in_storage, storage_key
 
 _MOST_LINES = 4
 _CARRIES = frozenset(
@@ -110,7 +110,7 @@ class LineageWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch ha
         return HandedOperands(given, written, {}, {}, {})
 
     def _look_at(self, func: Any, args: Any, kwargs: Any, handed: HandedOperands, result: Any) -> None:
-        name, inside = operation_name(func), {storage_key(leaf) for leaf in handed.given}
+        name = operation_name(func)
         if name == "lift_fresh":  # torch.tensor(...) of numbers, or of what numpy may have made
             for leaf in handed.given:
                 self._set_made(leaf, self._in_numbers if leaf.numel() == 1 else _ANYTHING)
@@ -125,13 +125,8 @@ class LineageWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch ha
         if name.removesuffix("_") not in _CARRIES or is_size:
             made |= {len(self._operations)}
         self._operations.append((name.removesuffix("_"), self._place()))
-        written = {id(leaf) for leaf in handed.written}
-        for leaf in [*handed.written, *_pytree.tree_leaves(result)]:
-            if not isinstance(leaf, torch.Tensor) or not has_numbers(leaf):
-                continue
-            if id(leaf) not in written:
-                if storage_key(leaf) in inside:  # a view
-                    continue
+        for leaf, is_new in made_by(handed, result):
+            if is_new:
                 self._record(leaf, is_new=True)
             self._set_made(leaf, made)
 

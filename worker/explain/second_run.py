@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from torch.utils import _pytree
 from ...core.events.alarm_evidence import BadOperation, CaptureFile, ForwardCaptured, PossibleLine, SecondRun
 from ...core.frames import FramePhase
 from ...core.marked_line import CODE_WIDTH, shown_line
-from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
@@ -54,7 +53,6 @@ from .forward_thread import (
 from .kept_call import KeptCall, is_kept_weakly, is_tensor, kept_tensor, redirection, still_there
 from .loss_look import LossLook
 from .operands import numbers_of
-from .possible_lines import first_bad
 from .second_backward import SecondBackward
 from .spent_time import SpentTime
 
@@ -97,7 +95,6 @@ class SecondRuns:
         """(id of the module that the root wraps, what the root's call runs of it)"""
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
-        self._lines: list[PossibleLine] = []
         self._spent = SpentTime()
 
     def expect(self, bad: NonFiniteRow) -> bool:
@@ -166,19 +163,19 @@ class SecondRuns:
             self._look_into_backward(bad)
         elif bad is not None and kept is not None and self._is_late:
             inputs, why = self._inputs_of(kept, bad)
-            if kept.page != bad.page.number:
-                why = _INPUTS_GONE
             self._why = self._why if why == _INPUTS_GONE else why
             if not why:
                 self._look_into(kept, *inputs)
             elif not any(map(is_kept_weakly, _pytree.tree_leaves(inputs))):
-                self._lines = self._lines_in(kept, bad, *inputs)
+                self._end(self._why, lines=self._lines_in(kept, bad, *inputs))
 
     def _inputs_of(self, kept: KeptCall, bad: NonFiniteRow) -> tuple[tuple[Any, Any], str]:
         """((args, kwargs) of the call of a root, why they are not what it was handed)."""
         leaves = [still_there(leaf) for leaf in kept.leaves]
         why = ""
-        if self._progress.step != bad.page.step:
+        if kept.page != bad.page.number:  # it is a later call
+            why = _INPUTS_GONE
+        elif self._progress.step != bad.page.step:
             why = "an optimizer step has changed the weights since"
         elif any(map(is_kept_weakly, leaves)):
             why = _INPUTS_GONE
@@ -277,11 +274,7 @@ class SecondRuns:
         run = unwrap(module)
         if _refusal(call, run) or _refusal_by_modes():
             return []
-        frames = OwnPages(self._progress.recorder).frames(bad.page)
-        row = next((first_bad(frame, frames) for frame in frames if frame.index == bad.frame.index), None)
-        if row is None:
-            return []
-        return self.rerun.lines(call, run, ForwardTarget(unwrap(named), row), args, kwargs, eager, bad.frame, frames)
+        return self.rerun.lines(call, run, unwrap(named), args, kwargs, eager, bad)
 
     def _look_into_backward(self, bad: NonFiniteRow) -> None:
         kept, why = self._roots_kept.get(bad.page.root), self._backward.refusal()
@@ -299,7 +292,13 @@ class SecondRuns:
         found = self._backward.run(kept, run, inputs, [*kept.contexts, eager], partial(self.rerun.run_once, kept, run))
         self._end(found.why, found.operation, eagerly=self._is_compiled())
 
-    def _end(self, why: str = "", operation: BadOperation | None = None, eagerly: bool = False) -> None:
+    def _end(
+        self,
+        why: str = "",
+        operation: BadOperation | None = None,
+        eagerly: bool = False,
+        lines: Sequence[PossibleLine] = (),
+    ) -> None:
         bad, self._bad, self.is_on = self._bad, None, False
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
@@ -308,7 +307,7 @@ class SecondRuns:
             name = operation.module if operation is not None else None
             cls = next((info.cls for info in modules if info.name == name), "")
             odd, trials, took_s = self.rerun.odd, self.rerun.trials, self._spent.seconds
-            ran = SecondRun(where, operation, why, eagerly, odd, trials, cls, took_s, self._lines)
+            ran = SecondRun(where, operation, why, eagerly, odd, trials, cls, took_s, list(lines))
             self._progress.recorder.append(ran)
         if self._captures:
             file = self.rerun.capture.result or CaptureFile(refused=why or "the batch ran under --explain")

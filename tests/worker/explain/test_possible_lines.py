@@ -35,6 +35,17 @@ class Net(nn.Module):
         return self.head(self.block(self.first(x)))
 
 
+def arrived(watched, late, optimizer):
+    """The record of the alarm that the next step raises: all numbers have arrived."""
+    late.held.clear()
+    watched.collect()
+    with pytest.raises(OverflowDetected):
+        optimizer.step()
+    assert watched.faults == []
+    (ran,) = watched.of(SecondRun)
+    return ran
+
+
 def ends_after_the_step(watched, late, model, spoil, x=None):
     """The record of an alarm of batch 1, whose numbers arrive when the step of that batch is over."""
     torch.manual_seed(0)
@@ -46,12 +57,7 @@ def ends_after_the_step(watched, late, model, spoil, x=None):
             late.held.add(0)
         model(x).sum().backward()
         optimizer.step()
-    late.held.clear()
-    watched.collect()
-    with pytest.raises(OverflowDetected):
-        optimizer.step()
-    assert watched.faults == []
-    (ran,) = watched.of(SecondRun)
+    ran = arrived(watched, late, optimizer)
     assert ran.unknown == "an optimizer step has changed the weights since"
     return ran, watched.verdict()
 
@@ -289,11 +295,7 @@ def test_a_later_batch_serves_as_well(watch, late):
         model.block.scale = 1e4 if batch == 1 else 1.0
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-    late.held.clear()
-    watched.collect()
-    with pytest.raises(OverflowDetected):
-        optimizer.step()
-    (ran,) = watched.of(SecondRun)
+    ran = arrived(watched, late, optimizer)
     assert ran.where.batch == 1
     assert ran.unknown == "the arguments of the call that made it were gone when its numbers arrived"
     assert [(line.code, line.ops) for line in ran.lines] == [("g = (h * self.scale).exp()", ["mul", "exp"])]
