@@ -132,7 +132,7 @@ def test_without_recursion_c_the_rest_of_the_part_in_c_is_built(sources, tmp_pat
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=copy)
     found = (
         "from gpuwatch.worker.hooks.native_writer import NativeFrameWriter\n"
-        "from gpuwatch.worker.hooks.module_calls import call_begins\n"
+        "from gpuwatch.worker.hooks.hook_bounds import call_begins\n"
         "from gpuwatch.launcher.life import without_c\n"
         "print(NativeFrameWriter.__module__, call_begins(), 'recursion.c' in without_c())"
     )

@@ -1,4 +1,4 @@
-"""Module calls: torch's global hooks before and after each. They only record.
+"""Module calls: torch's global hook before each. Like the one after it (returned_calls.py), it only records.
 
 record/judging.py hands a frame to the judge once its numbers are there. Nothing here raises into the training except
 the abort that the user asked for, and what a signal's handler has raised meanwhile, which is the script's.
@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from ...core.errors import JobEnded
 from ...core.frames import FramePhase
-from ...core.guest.tell import tell
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
-from ..answers import look_at_stack_file
 from ..compile import attach as traced
 from ..compile.attach import apart_from_dynamo
 from ..record.autograd_graph import GraphCalls, next_node
@@ -26,51 +23,26 @@ from ..record.collectives import issued
 from ..record.names import class_of
 from ..record.root_tensors import RootTensors
 from ..record.roots import ModuleInfo, RootInfo
+from .hook_bounds import call_begins, compiler, is_dynamo_compiling, is_tracing, work_ends
 from .quiet_root import QuietRoot
 from .returned_calls import ReturnedCalls
-from .skipping import BatchSkipping
 
-try:
-    from ..native.recursion import call_begins, call_ends, work_begins, work_ends
-except ImportError:  # not built: the hooks' share of the recursion limit is not given back
-    call_begins = call_ends = work_begins = work_ends = lambda: None
-
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
 _graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
 _this_thread = threading.get_ident
 _MODULE = int(HeadField.MODULE)
-
-
-class _CompilerFlag(dict[str, bool]):
-    """In place of torch.compiler's variables with a torch that has no such flag."""
-
-    def __missing__(self, name: str) -> bool:
-        return torch.compiler.is_compiling()
-
-
-_compiler: dict[str, Any] = vars(torch.compiler) if "_is_compiling_flag" in vars(torch.compiler) else _CompilerFlag()
-"""Has what torch.compiler.is_compiling() returns where dynamo does not trace. That is two functions of Python, for each
-hook of each call."""
 
 
 @dataclass(eq=False, repr=False)
 class ModuleCalls(ReturnedCalls):
     """The module calls of one rank. torch calls `before` and `after`."""
 
-    _skipping: BatchSkipping
     _root_tensors: RootTensors
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._roots = self._frames.frames.roots
-        self._fault = self._progress.faults.record
         self._kept = self._progress.kept
-        settings = self._progress.settings
-        self._sync = settings.sync
-        self._grads = "grads" in settings.watch
+        self._grads = "grads" in self._progress.settings.watch
         self._quiet = QuietRoot(self._global, apart_from_dynamo(self.after))
-        self._last_batch = settings.abort_after_batch
 
     # -- called by torch ----------------------------------------------------------------------------------------
 
@@ -86,8 +58,8 @@ class ModuleCalls(ReturnedCalls):
         """A module is called."""
         # within torch.compile and torch.export (torch/compiler, is_compiling) tensors hold no numbers, as they trace.
         # Dynamo, which traces this function too, takes the first for True, and comes to no dictionary
-        if _is_dynamo_compiling() or _compiler["_is_compiling_flag"]:
-            if _is_dynamo_compiling() and traced.before is not None:
+        if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
+            if is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
         # before any other call of ours: a hook may take only a few frames until here (worker/native/recursion.c)
@@ -102,7 +74,7 @@ class ModuleCalls(ReturnedCalls):
                     self._skip_graphs()
                 return
             # torch.jit.trace calls the model to record its operations: that is no batch
-            if _is_tracing():
+            if is_tracing():
                 return
             try:
                 # Only an Exception of gpuwatch's own ends here. A signal's handler runs in the main thread wherever
@@ -120,71 +92,9 @@ class ModuleCalls(ReturnedCalls):
         finally:
             work_ends()
 
-    def after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
-        """A module has returned, or raised: then its output is None."""
-        # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
-        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        if _is_dynamo_compiling() or _compiler["_is_compiling_flag"]:
-            if _is_dynamo_compiling() and traced.after is not None:
-                traced.after(module, args, kwargs, output)
-            return
-        work_begins()
-        try:
-            if self._skipping.root is not None:
-                if self._skipping.root() is module:
-                    self._skipped_root_ends(module, args, kwargs, output)
-                return
-            if not self._stack or _is_tracing():
-                return
-            info, finished = self._stack[-1], None
-            try:
-                finished = self._leave(module, args, kwargs, output)
-            except Exception as error:
-                if from_outside(error):
-                    # torch (_call_impl, for always_call) silences what a hook raises while another error is raised: it
-                    # only warns
-                    if error.__context__ not in (None, self._running.outer_exception):
-                        # the next hook of ours raises it
-                        self._progress.keep(error)
-                        return
-                    raise
-                self._fault("forward hook", error)
-                return
-            if self._sync and output is not None:
-                with self._progress.faults.within("forward hook"):
-                    self._judging.finish()
-            # arguments and result of the call are at hand only here
-            if self._judging.pending is not None and info.ref() is module:
-                with self._progress.faults.within("a second run"):
-                    self._explainer.returned(info, args, kwargs, output)
-            if finished is not None:
-                self._batch_ended(finished)
-            if self._sync and output is not None:
-                self._judging.raise_pending()
-        finally:
-            call_ends()
-
-    def _skipped_root_ends(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """May raise OverflowDetected."""
-        self._skipping.ends(module, output)
-        if self._judging.pending is not None:
-            with self._progress.faults.within("a second run"):
-                self._explainer.returned(self._roots.enter(module)[0], args, kwargs, output)
-            self._judging.raise_pending()
-
     def _skip_graphs(self) -> None:
         with self._progress.faults.within("forward pre-hook"), self._lock:
             self._graphs.skip()
-
-    def _batch_ended(self, root: RootInfo) -> None:
-        """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
-        look_at_stack_file()
-        if self._judging.pending is not None:
-            self._judging.raise_pending()
-        batch = self._progress.batch
-        if self._last_batch is not None and root.id == self._skipping.first_root and batch >= self._last_batch:
-            tell(f"gpuwatch: rank {self._progress.rank}: ending after batch {batch}: --abort-after-batch")
-            raise JobEnded(0)
 
     # -- before a module's forward ------------------------------------------------------------------------------
 

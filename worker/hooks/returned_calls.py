@@ -1,4 +1,4 @@
-"""What a module call leaves behind: its frame, and at the end of the outermost one all that ends a root's forward."""
+"""torch's global hook after each module call: its frame, and after the outermost one all that ends a root's forward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ...core.errors import JobEnded
 from ...core.events.alarm_evidence import BatchInputs
 from ...core.frames import FramePhase
+from ...core.guest.tell import tell
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
+from ...core.signal_errors import from_outside
+from ..answers import look_at_stack_file
+from ..compile import attach as traced
 from ..device.device import without_modes
 from ..record.autograd_graph import next_node
 from ..record.bad_elements import bad_inputs, bad_rows
@@ -21,6 +26,8 @@ from ..record.names import batch_digest, inputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
+from .hook_bounds import call_ends, compiler, is_dynamo_compiling, is_tracing, work_begins
+from .skipping import BatchSkipping
 
 _this_thread = threading.get_ident
 _MODULE = int(HeadField.MODULE)
@@ -65,6 +72,7 @@ class ReturnedCalls:
     _global: GlobalHooks
     _explainer: AlarmExplainer
     _finder: BatchFinder
+    _skipping: BatchSkipping
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
@@ -74,10 +82,74 @@ class ReturnedCalls:
         self._progress, self._rows = parts.progress, parts.rows
         self._judging, self._masks = parts.judging, parts.judging.masks
         self._recorder, self._fields = self._progress.recorder, self._progress.fields
+        self._roots, self._fault = parts.roots, self._progress.faults.record
+        self._sync, self._last_batch = self._progress.settings.sync, self._progress.settings.abort_after_batch
         self._lock = self._progress.lock
         self._interrupted: OpenPage | None = None
         """A signal's handler may call the model while a hook of ours writes: the page of that hook. It is made the
         current page again when the handler's call returns. Else None."""
+
+    def after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """A module has returned, or raised: then its output is None."""
+        # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+        if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
+            if is_dynamo_compiling() and traced.after is not None:
+                traced.after(module, args, kwargs, output)
+            return
+        work_begins()
+        try:
+            if self._skipping.root is not None:
+                if self._skipping.root() is module:
+                    self._skipped_root_ends(module, args, kwargs, output)
+                return
+            if not self._stack or is_tracing():
+                return
+            info, finished = self._stack[-1], None
+            try:
+                finished = self._leave(module, args, kwargs, output)
+            except Exception as error:
+                if from_outside(error):
+                    # torch (_call_impl, for always_call) silences what a hook raises while another error is raised: it
+                    # only warns
+                    if error.__context__ not in (None, self._running.outer_exception):
+                        # the next hook of ours raises it
+                        self._progress.keep(error)
+                        return
+                    raise
+                self._fault("forward hook", error)
+                return
+            if self._sync and output is not None:
+                with self._progress.faults.within("forward hook"):
+                    self._judging.finish()
+            # arguments and result of the call are at hand only here
+            if self._judging.pending is not None and info.ref() is module:
+                with self._progress.faults.within("a second run"):
+                    self._explainer.returned(info, args, kwargs, output)
+            if finished is not None:
+                self._batch_ended(finished)
+            if self._sync and output is not None:
+                self._judging.raise_pending()
+        finally:
+            call_ends()
+
+    def _skipped_root_ends(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """May raise OverflowDetected."""
+        self._skipping.ends(module, output)
+        if self._judging.pending is not None:
+            with self._progress.faults.within("a second run"):
+                self._explainer.returned(self._roots.enter(module)[0], args, kwargs, output)
+            self._judging.raise_pending()
+
+    def _batch_ended(self, root: RootInfo) -> None:
+        """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
+        look_at_stack_file()
+        if self._judging.pending is not None:
+            self._judging.raise_pending()
+        batch = self._progress.batch
+        if self._last_batch is not None and root.id == self._skipping.first_root and batch >= self._last_batch:
+            tell(f"gpuwatch: rank {self._progress.rank}: ending after batch {batch}: --abort-after-batch")
+            raise JobEnded(0)
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> RootInfo | None:
         """Record the frame. Returns the root whose batch has ended with it."""
