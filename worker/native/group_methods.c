@@ -15,6 +15,7 @@
 #include "group_look.h"
 #include "group_writer.h"
 #include "objects.h"
+#include "pending_works.h"
 #include "types.h"
 
 typedef struct {

@@ -13,6 +13,7 @@
 #include <time.h>
 
 #include "objects.h"
+#include "pending_works.h"
 
 static int64_t now_ns(void)
 {
@@ -57,12 +58,6 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
     return 0;
 }
 
-void clear_place(Place *place)
-{
-    Py_CLEAR(place->outputs);
-    Py_CLEAR(place->given_late);
-}
-
 void forget_groups(GroupWriter *self)
 {
     for (int slot = 0; slot < GROUPS; slot++) {
@@ -70,11 +65,7 @@ void forget_groups(GroupWriter *self)
         self->slots[slot].holders++;
         Py_CLEAR(self->slots[slot].ref);
     }
-    for (int i = 0; i < PENDING_WORKS; i++) {
-        self->pending[i].work = NULL;
-        Py_CLEAR(self->pending[i].ref);
-        clear_place(&self->pending[i].place);
-    }
+    forget_works(self);
 }
 
 /* The slot of a group. -1 if it has none; -2 with an exception set. */
@@ -247,33 +238,6 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
 }
 
 /* -- works ------------------------------------------------------------------------------------------------------ */
-
-static PendingWork *probe(GroupWriter *self, PyObject *work, int step)
-{
-    const uint64_t hash = ((uint64_t)(uintptr_t)work >> 4) * UINT64_C(0x9E3779B97F4A7C15);
-    return &self->pending[((hash >> 48) + (uint64_t)step) % PENDING_WORKS];
-}
-
-static PendingWork *entry_of(GroupWriter *self, PyObject *work)
-{
-    for (int step = 0; step < PROBES; step++)
-        if (probe(self, work, step)->work == work)
-            return probe(self, work, step);
-    return NULL;
-}
-
-/* Where `work` can be kept: at an entry of its address, at a free one, at one whose work is gone, or at the oldest one. */
-static PendingWork *room_for(GroupWriter *self, PyObject *work)
-{
-    PendingWork *best = entry_of(self, work);
-    for (int step = 0; step < PROBES && best == NULL; step++)
-        if (probe(self, work, step)->work == NULL || !is_alive(probe(self, work, step)->ref))
-            best = probe(self, work, step);
-    for (int step = 0; step < PROBES && best == NULL; step++)
-        if (step == PROBES - 1 || probe(self, work, step)->place.number < probe(self, work, step + 1)->place.number)
-            best = probe(self, work, step);
-    return best;
-}
 
 int waits_for(GroupWriter *self, PyObject *work, Place *place)
 {
