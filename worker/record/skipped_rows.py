@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...core.frames import FramePhase, RowMark, module_text
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.text import shown_name
 from ...core.values import Value
@@ -21,6 +22,7 @@ from .names import outputs_of
 from .recorded_row import RecordedRow
 from .roots import ModuleInfo, RootInfo
 from .tensor_stats import measure
+from .value_jumps import ValueJumps
 
 _SKIPPED = int(RowMark.SKIPPED)
 MarkOfPage = Callable[[OpenPage], int]
@@ -35,9 +37,13 @@ class SkippedRows:
 
     def __post_init__(self) -> None:
         self._progress, self._rows = self._frames.progress, self._frames.rows
+        self._own = OwnPages(self._progress.recorder)
+        self._arriving: list[tuple[OpenPage, int]] = []
+        """(page, index) of frames whose numbers a device still makes: they are compared once these are there."""
 
     def of_output(self, info: ModuleInfo, output: Any) -> None:
         """The root has returned `output`: tensors in any containers."""
+        self._compare_arrived()
         numbers = [
             (role, leaf)
             for role, leaf in outputs_of(output)
@@ -76,15 +82,38 @@ class SkippedRows:
         """Whether a frame was written: False if all are finite."""
         is_due = any(row.flags or row.pending for row in rows)
         if is_due:
-            self._frames.put(page, info, phase, rows)
+            index = self._frames.put(page, info, phase, rows)
+            if self._progress.jumps is not None and any(row.pending for row in rows):
+                self._arriving.append((page, index))
         return is_due
 
     def _compare(self, info: ModuleInfo, role: str, high: int, meta: int) -> None:
         """Have the next batches watched whole if this abs max is out of line with those before it."""
-        jumps = self._progress.jumps
-        if jumps is None or not meta:  # 0: it could not be measured
+        if self._progress.jumps is None or not meta:  # 0: it could not be measured
             return
         abs_max = Value(0, high, meta).abs_max
-        if jumps.is_jump((info.root.id, info.id, role), abs_max):
-            place = f"{shown_name(role)} of {module_text(info.name, info.cls)}"
-            self._progress.alert(self._progress.where(root=info.root.label), f"a jump to {abs_max:.3g} in {place}")
+        jump = self._jump(self._progress.jumps, info.root.id, info.name, info.cls, role, abs_max)
+        if jump:
+            self._progress.alert(self._progress.where(root=info.root.label), jump)
+
+    def _compare_arrived(self) -> None:
+        """Likewise for numbers that a device has made since. The batches between were skipped as well."""
+        jumps, arriving = self._progress.jumps, self._arriving
+        while jumps is not None and arriving and arriving[0][0].number not in self._rows.late_pages:
+            page, index = arriving.pop(0)
+            frame = self._own.frame(page, index)
+            if frame is None:  # overwritten
+                continue
+            for row in frame.rows:
+                if row.abs_max is None:
+                    continue
+                jump = self._jump(jumps, page.root, frame.module, frame.cls, row.role, row.abs_max)
+                if jump:
+                    self._progress.alert(self._progress.where_of(page, frame), jump)
+
+    @staticmethod
+    def _jump(jumps: ValueJumps, root: int, module: str, cls: str, role: str, abs_max: float) -> str:
+        """What is out of line; "" if nothing is."""
+        if not jumps.is_jump((root, module, role), abs_max):
+            return ""
+        return f"a jump to {abs_max:.3g} in {shown_name(role)} of {module_text(module, cls)}"

@@ -186,6 +186,35 @@ def test_after_a_jump_all_is_watched_for_a_while(watch, where):
     assert watched.faults == []
 
 
+@pytest.mark.parametrize("where", ["output", "gradient"])
+def test_after_a_jump_on_a_device_all_is_watched_for_a_while(late, watch, where):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    for _ in range(FEWEST):
+        train(model, 1)
+        watched.hooks.judging.finish()
+    assert watched.of(WatchChoice) == []
+    if where == "output":
+        model[1].by = 1e4
+    else:
+        model.grows = True
+    train(model, 1)
+    watched.hooks.judging.finish()
+    train(model, 1)  # it reads what has arrived by then
+    skipped = watched.reader[HeadField.BATCHES_SKIPPED]
+    assert skipped == FEWEST + 2
+    train(model, 4)
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == skipped
+    choice = watched.of(WatchChoice)[0]
+    place = "output of the root module" if where == "output" else "grad weight of `0` (Linear)"
+    assert (choice.every, choice.where.batch) == (1, 5 + FEWEST)
+    assert choice.alert.startswith("a jump to "), choice.alert
+    assert place in choice.alert
+    assert watched.faults == []
+
+
 def test_a_number_of_batches_is_kept_to_whatever_jumps(watch):
     watched = watch(every=1000)
     model = net()
