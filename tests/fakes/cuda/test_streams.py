@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 
 import torch
 from stand_in_cuda.library import library
@@ -52,6 +54,34 @@ def test_a_busy_stream_holds_up_no_other_until_it_is_told_to_wait():
         late = x.clone()
     quick.synchronize()
     assert (early.tolist(), late.tolist()) == ([0, 0, 0], [1, 1, 1])
+
+
+ENDS_AHEAD = """
+import sys, time, torch
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # when the interpreter has ended, and its streams go on
+        with open(sys.argv[1], "wb") as file:
+            file.write(bytes(memory))
+
+sys.setswitchinterval(1e-4)
+y, x, host = torch.full((1,), 5.0, device="cuda"), torch.zeros(1, device="cuda"), torch.zeros(1).pin_memory()
+memory = memoryview(host.numpy()).cast("B")
+torch.add(x, 7.0, out=y)
+y.fill_(5.0)
+torch.cuda.synchronize()
+torch.cuda._sleep(300_000_000)
+torch.add(x, 7.0, out=y)
+host.copy_(y, non_blocking=True)
+sys.modules["late"] = Late()
+"""
+
+
+def test_a_copy_does_not_run_behind_an_operation_that_was_left_out_at_the_end(tmp_path):
+    read = tmp_path / "read"
+    subprocess.run([sys.executable, "-c", ENDS_AHEAD, str(read)], check=True, timeout=300)
+    assert torch.frombuffer(bytearray(read.read_bytes()), dtype=torch.float32).item() in (0.0, 7.0)
 
 
 def test_memory_that_is_freed_too_early_has_somebody_elses_numbers():

@@ -10,13 +10,16 @@ static int (*holds_gil)(void);
 static void *(*save_thread)(void);
 static void (*restore_thread)(void *);
 
-/* NULL for both at the end of the interpreter: what is still issued is not computed any more. */
+int is_over;
+/* NULL for both at the end of the interpreter: of what is still issued nothing is done any more. A copy that ran behind an
+ * operation that was left out would hand on what other memory had. */
 EXPORT void stand_in_set_python(void (*operations)(long, int, int), void (*kernels)(void *, unsigned, unsigned, unsigned, char *, int)) {
     holds_gil = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
     save_thread = (void *(*)(void))dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
     restore_thread = (void (*)(void *))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
     compute_kernel = kernels;
     compute = operations;
+    is_over = !operations;
 }
 void *release_gil(void) { return compute && holds_gil() ? save_thread() : NULL; }
 void take_gil(void *released) {

@@ -102,6 +102,7 @@ int is_reachable(const void *address, size_t size); /* host memory that the devi
 
 /* -- python.c: Python computes what torch and Triton launch --------------------------------------------------------- */
 
+extern int is_over;           /* the interpreter has ended: streams do nothing any more */
 void *release_gil(void);
 void take_gil(void *released);
 int launch_described(const char *name, void *kernel, Stream *stream, const unsigned grid[3], void **arguments);

@@ -52,7 +52,7 @@ static void *serve(void *argument) {
                 struct timespec pause = {0, 1000l * (rand_r(&seed) % late_us)};
                 nanosleep(&pause, NULL);
             }
-            if (!device_error(stream->device)) next->run(next, stream->device);
+            if (!device_error(stream->device) && !is_over) next->run(next, stream->device);
             pthread_mutex_lock(&lock);
         }
         free(next);
