@@ -22,6 +22,8 @@ from .diagnosis_parts import MaskEvidence, WeightEvidence
 from .followed_rows import EarlierRow, bad_input_of, neginf_before, worst
 from .weight_history import UNSEEN, WeightHistory, history_of
 
+_UNSEEN = {RowKind.NOT_MEASURABLE, RowKind.LOST, RowKind.PENDING}
+"""Rows of tensors whose numbers are not known."""
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
 
@@ -195,9 +197,14 @@ class _ForwardTrail:
         return frame.module == self._anomaly.module and all(weights.get(name) == "finite" for name in names)
 
     def _removed(self, frame: Frame, output: Row) -> tuple[str, ...]:
-        """Where the value was taken away again, if a call around this one has returned something finite."""
+        """Where the value was taken away again, if a call around this one has returned something finite.
+
+        An output without numbers, such as one that a collective still writes, may hold the value: nothing is said.
+        """
         around = self._calls.parent(frame)
         while around is not None and around.outputs:
+            if any(row.kind in _UNSEEN for row in around.outputs):
+                break
             if all(row.finite for row in around.outputs):
                 value = name_of(NonFinite(output.flags))
                 return (f"{module_text(around.module, around.cls)} removed it: it returned no {value}",)

@@ -124,7 +124,10 @@ class Batch:
         dtype="float32",
         shapes=None,
     ):
-        """A module call that has returned; arguments and results are tensors of this batch. Returns its index."""
+        """A module call that has returned; arguments and results are tensors of this batch. Returns its index.
+
+        A tensor of which no numbers are known is None.
+        """
         roles = [(name, value) for name, value in (weights or {}).items()]
         roles += [(f"input[{position}]", value) for position, value in enumerate(given)]
         roles += [(f"kwargs.{name}", value) for name, value in (kwargs or {}).items()]
@@ -187,7 +190,9 @@ class Batch:
                 self._definitions.append(SlotDef(slot, number, role))
             mark = (marks or {}).get(role, 0)
             shape = (shapes or {}).get(role, 0)
-            self._rows.append((slot, value, shape, DTYPE_CODES[dtype], RowKind.MEASURED.number, mark))
+            kind = RowKind.MEASURED if value is not None else RowKind.NOT_MEASURABLE
+            index = layout.NOTHING if value is None else value
+            self._rows.append((slot, index, shape, DTYPE_CODES[dtype], kind.number, mark))
         seq = self.seq if seq is None else seq
         index = len(self._frames)
         self._frames.append(

@@ -124,7 +124,7 @@ class SecondBackward:
         returned: list[Row] = next((each.outputs for each in frames if each.parent is None and each.outputs), [])
         self._target = BackwardTarget(unwrap(named), bad.row, places, given, returned)
         run = unwrap(root)
-        self._versions = [(each, version_of(each)) for each in (*run.parameters(), *run.buffers())]
+        self._versions = [(each, version_of(each)) for each in (*run.parameters(), *nn.Module.buffers(run))]
         return ""
 
     def may_run_within(self) -> bool:

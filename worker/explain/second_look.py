@@ -356,7 +356,8 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
     """nan or +inf in attributes of all modules. A -inf belongs to a mask, a single inf is a bound or a start value."""
-    own = {id(each) for each in chain(root.parameters(), root.buffers())}  # DDP lists parameters in an attribute
+    # DDP lists parameters in an attribute; megatron-core's has a list by the name of `buffers`
+    own = {id(each) for each in chain(root.parameters(), nn.Module.buffers(root))}
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
         found = _found(tensor) if id(tensor) not in own else ""
         if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):

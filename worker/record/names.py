@@ -42,7 +42,7 @@ WRAPPED_CHILD = {
 
 def wrapped_child(module: nn.Module) -> nn.Module | None:
     """The module that `module` wraps; None if it is not a wrapper."""
-    name = WRAPPED_CHILD.get(type(module).__name__)
+    name = WRAPPED_CHILD.get(_written_class(module).__name__)
     return module._modules.get(name) if name is not None else None
 
 
@@ -55,12 +55,16 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def class_of(module: nn.Module) -> str:
     """The name of the class that the user wrote: `Block` where `fully_shard` derived `FSDPBlock` from it."""
-    cls = type(unwrap(module))
+    return _written_class(unwrap(module)).__name__
+
+
+def _written_class(module: nn.Module) -> type:
+    cls = type(module)
     # fully_shard gives the module a class of the bases (FSDPModule, its own class), named FSDP and its name
     # (_fully_shard.py)
     if cls.__name__.startswith("FSDP") and cls.__mro__[1].__name__ == "FSDPModule" and len(cls.__bases__) > 1:
         cls = cls.__bases__[1]
-    return cls.__name__
+    return cls
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -340,6 +340,16 @@ def test_it_is_told_who_took_a_nan_away(make):
     assert found.notes == ("`block` (Block) removed it: it returned no nan",)
 
 
+def test_a_call_whose_output_was_not_read_took_nothing_away(make):
+    """In tensor parallel a row-wise layer returns what a collective still writes."""
+    batch = make.Batch()
+    x = batch.tensor()
+    batch.call("block.log", "Log", given=[x], returned=[batch.tensor(make.NAN)], parent="block")
+    batch.call("block", "Block", given=[x], returned=[None], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[batch.tensor()])
+    assert find(batch).notes == ()
+
+
 def test_own_code_right_after_a_call_that_returned_neginf(make):
     batch = make.Batch()
     x, scores = batch.tensor(), batch.tensor(make.NEGINF)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "frameworks"))
 
-from rows import OVERFLOW, PYTHON, TORCHRUN, Row, run_plainly, run_to_overflow, run_watched
+from rows import OVERFLOW, PORT, PYTHON, RANKS, TORCHRUN, Row, run_plainly, run_to_overflow, run_watched
 
 BAD_RANK, SIZE = 1, 2
 HEAD = ("framework", "command", "same", "healthy", "overflow of rank 1")
@@ -31,6 +31,15 @@ class CudaRow(Row):
 
     certainty: str = "established"
     """Of "clean": `supported` where the script frees what an optimizer keeps in 16 bits before it is read."""
+    line: str = "return self.widen(self.keep(x))"
+    """On which the operation is that made the number, if it is named; "" for a line of a package, which may change."""
+
+    def is_operation(self, found: dict[str, str] | None) -> bool:
+        """Whether the operation of a verdict is the one that made the number. None, which says "unknown", is no error.
+
+        It is a matter of time: after the next step, or next to a collective, a forward is not run a second time.
+        """
+        return found is None or (found["module"] == self.module and self.line in ("", found["code"]))
 
     def command(self, ranks: int, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         words = [*super().command(ranks, rank, port, watch), "--device", "cuda"]
@@ -41,8 +50,9 @@ class CudaRow(Row):
         return words
 
 
-def torchrun(name: str, script: str, package: str = "torch", **more: str) -> CudaRow:
-    return CudaRow(name, package, "gpuwatch launch train.py", TORCHRUN, f"with_{script}.py", **more)
+def torchrun(name: str, script: str, how: str = "", package: str = "torch", **more: str) -> CudaRow:
+    told = ("--how", how) if how else ()
+    return CudaRow(name, package, "gpuwatch launch train.py", TORCHRUN, f"with_{script}.py", told, **more)
 
 
 def lightning(strategy: str) -> CudaRow:
@@ -51,11 +61,34 @@ def lightning(strategy: str) -> CudaRow:
     return CudaRow(name, "lightning", shown, (PYTHON,), "with_lightning.py", arguments, "net.block.widen")
 
 
+def deepspeed(stage: int) -> CudaRow:
+    launcher = (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", RANKS, "--master_port", PORT)
+    shown, arguments = "gpuwatch run -- deepspeed train.py", ("--how", str(stage))
+    return CudaRow(f"DeepSpeed, ZeRO {stage}", "deepspeed", shown, launcher, "with_deepspeed.py", arguments)
+
+
+ACCELERATE = (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", RANKS)
+ACCELERATE += ("--main_process_port", PORT)
+PEFT, GPT2 = "base_model.model.block.widen.base_layer", "transformer.h.0.mlp.c_fc"
+MEGATRON = "decoder.layers.0.mlp.linear_fc1"
 ROWS = [
-    torchrun("torch's FSDP1", "fsdp"),
+    torchrun("torch's FSDP1", "fsdp", "fsdp1"),
+    torchrun("torch's FSDP2", "fsdp", "fsdp2"),
+    torchrun("torch's FSDP2, bf16, checkpointing", "fsdp", "fsdp2-bf16"),
+    torchrun("torch's tensor parallel", "tensor_parallel"),
+    torchrun("torch's pipeline, GPipe", "pipeline", "GPipe", module="widen"),
+    torchrun("torch's pipeline, 1F1B", "pipeline", "1F1B", module="widen"),
     torchrun("torch's context parallel", "context_parallel", certainty="supported"),
+    torchrun("torchao, float8 under FSDP2", "torchao", package="torchao"),
+    CudaRow("accelerate", "accelerate", "gpuwatch run -- accelerate launch train.py", ACCELERATE, "with_accelerate.py"),
+    torchrun("peft, LoRA", "peft", package="peft", module=PEFT, line=""),
     torchrun("transformers' Trainer", "trainer", package="accelerate", module="net.block.widen"),
     lightning("ddp"),
+    lightning("fsdp"),
+    deepspeed(2),
+    deepspeed(3),
+    torchrun("trl's SFTTrainer", "trl", package="trl", module=GPT2, value="", line=""),
+    torchrun("megatron-core, TP 2", "megatron", package="megatron", module=MEGATRON, value="", line=""),
 ]
 
 
@@ -83,8 +116,10 @@ def cells(row: CudaRow) -> list[str]:
         found[-1] += f"\n{clean['statement']}\n{clean['evidence']}\n{watched.text[-3000:]}"
     outcome, verdict = afresh(run_to_overflow, row)
     place = verdict["kind"], verdict["rank"], verdict["module"]
-    if outcome.code == OVERFLOW and place == ("overflow", BAD_RANK, row.module):
-        found.append(f"`{verdict['module']}`, {verdict['certainty']}")
+    operation = verdict["operation"]
+    if outcome.code == OVERFLOW and place == ("overflow", BAD_RANK, row.module) and row.is_operation(operation):
+        named = f", `{operation['op']}`" if operation is not None else ""
+        found.append(f"`{verdict['module']}`, {verdict['certainty']}{named}")
     else:
         said = f"{verdict['statement']}\n{verdict['evidence']}\n{outcome.text[-6000:]}"
         found.append(f"NO: {outcome.code} {place} {said}")

@@ -45,6 +45,7 @@ def test_an_overflow_of_one_rank_is_named(row: CudaRow, tmp_path: Path, port: in
     assert outcome.code == OVERFLOW, outcome.text
     assert (found["kind"], found["rank"], found["module"]) == ("overflow", BAD_RANK, row.module)
     assert row.value in ("", found["value"])
+    assert row.is_operation(found["operation"])
 
 
 def test_the_page_has_each_row():

@@ -6,14 +6,15 @@ import torch
 from accelerate import Accelerator
 from model import Net, batches, parse, say
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+ARGS = parse()
+accelerator = Accelerator(cpu=ARGS.device == "cpu", gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 model, optimizer = accelerator.prepare(model, optimizer)
-for inputs in batches(accelerator.process_index, parse().rank):
+for inputs in batches(accelerator.process_index, ARGS.rank):
     with accelerator.accumulate(model):
-        loss = model(inputs).mean()
+        loss = model(inputs.to(accelerator.device)).mean()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

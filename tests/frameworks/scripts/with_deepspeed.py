@@ -1,14 +1,15 @@
-"""DeepSpeed on the CPU; `--how` is the stage of ZeRO. `--how 2,inf`: and its first step makes weights of inf."""
+"""DeepSpeed; `--how` is the stage of ZeRO. `--how 2,inf`: and its first step makes weights of inf."""
 
 import gc
 
 import deepspeed
 import torch
-from model import Net, batches, parse, say
+from model import BACKENDS, Net, batches, device_of, parse, say
 
-BAD = parse().rank
-STAGE, _, RATE = parse().how.partition(",")
-deepspeed.init_distributed("gloo")
+ARGS = parse()
+STAGE, _, RATE = ARGS.how.partition(",")
+device = device_of(ARGS)
+deepspeed.init_distributed(BACKENDS[ARGS.device])
 torch.manual_seed(0)
 model = Net()
 engine, *_ = deepspeed.initialize(
@@ -21,8 +22,8 @@ engine, *_ = deepspeed.initialize(
     },
 )
 rank = torch.distributed.get_rank()
-for inputs in batches(rank, BAD):
-    loss = engine(inputs).mean()
+for inputs in batches(rank, ARGS.rank):
+    loss = engine(inputs.to(device)).mean()
     engine.backward(loss)
     engine.step()
     say(f"rank {rank} loss {loss.item().hex()}")

@@ -1,22 +1,29 @@
-"""torch's pipeline, a stage on each rank. On one rank a weight of its stage becomes too large."""
+"""torch's pipeline, a stage on each rank. On one rank a weight of its stage becomes too large.
+
+`--how` is the schedule's name.
+"""
 
 import gc
 
 import torch
 import torch.distributed as dist
-from model import Block, batches, parse, say
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from model import BACKENDS, Block, batches, device_of, parse, say
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-BAD = parse().rank
-dist.init_process_group("gloo")
+ARGS = parse()
+device = device_of(ARGS)
+dist.init_process_group(BACKENDS[ARGS.device])
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = Block()
-stage = PipelineStage(model, rank, size, torch.device("cpu"))
-schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).square().mean())
+model = Block().to(device)
+stage = PipelineStage(model, rank, size, device)
+Schedule = get_schedule_class(ARGS.how or "GPipe")
+schedule = Schedule(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).square().mean())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 for number, inputs in enumerate(batches(0, -1)):
-    if (rank, number) == (BAD, 2):
+    inputs = inputs.to(device)
+    if (rank, number) == (ARGS.rank, 2):
         with torch.no_grad():
             model.widen.weight.fill_(3e38)  # finite; sums of it are not
     losses = []

@@ -118,6 +118,14 @@ def test_a_backward_without_a_step(watch):
     assert ran(watched).operation.line == line_of("fault")
 
 
+def test_a_model_whose_attribute_hides_the_method_buffers(watch):
+    """As in megatron-core's DistributedDataParallel, which keeps a list of its buffers of gradients there."""
+    watched, net = watch(on_overflow="abort"), Net()
+    net.buffers = []
+    step(net)
+    assert ran(watched).operation.line == line_of("fault")
+
+
 def test_gradients_that_accumulate_are_added_to_once(watch):
     watched, net = watch(on_overflow="abort"), Net()
     net(rows(bad=False)).sum().backward()

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import torch
-from gpuwatch.worker.record.names import unwrap, walk
+from gpuwatch.worker.record.names import class_of, unwrap, walk
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def model() -> nn.Module:
@@ -73,6 +74,16 @@ def test_a_wrapper_deep_in_the_model_has_the_name_of_what_it_wraps():
         ("1", "Sequential"),
         ("1.0", "Linear"),
     ]
+
+
+def test_a_wrapper_that_fully_shard_made_a_class_of_is_still_one():
+    """FSDP2 over activation checkpointing, as torchtitan does it: the wrapper's class becomes FSDPCheckpointWrapper."""
+    block = CheckpointWrapper(nn.Sequential(nn.Linear(2, 2)))
+    net = nn.Sequential(block)
+    block.__class__ = type("FSDPCheckpointWrapper", (FSDPModule, CheckpointWrapper), {})
+
+    assert [name for name, _ in walk(net)] == ["", "0", "0", "0.0"]
+    assert class_of(block) == "Sequential"
 
 
 def test_a_module_called_module_that_is_no_wrapper_keeps_its_name():
