@@ -808,9 +808,10 @@ LESS_WATCHED = [
     Scenario(
         "activation's gradient, in a batch that is skipped",
         "zero_length.py",
-        _overflow(rank=None, phase="weight", batch=3, certainty="unknown"),
+        _overflow(rank=1, module=None, phase="backward", role="grad weight", batch=2, certainty="supported"),
         options=("--every", "3"),
-        statement="in code that was not watched",
+        statement="the module is unknown",
+        witness="rank=1 phase=backward module=length class=Length batch=2",
     ),
     *(
         Scenario(

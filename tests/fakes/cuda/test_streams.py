@@ -57,24 +57,22 @@ def test_a_busy_stream_holds_up_no_other_until_it_is_told_to_wait():
 
 
 ENDS_AHEAD = """
-import sys, time, torch
+import ctypes, os, sys, time, torch
 
 class Late:
-    def __del__(self, sleep=time.sleep):
-        sleep(2)  # when the interpreter has ended, and its streams go on
-        with open(sys.argv[1], "wb") as file:
-            file.write(bytes(memory))
+    def __del__(self, sleep=time.sleep, write=os.write, read=os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)):
+        sleep(2)  # the interpreter has ended, and its streams go on
+        write(read, self.memory)
 
-sys.setswitchinterval(1e-4)
 y, x, host = torch.full((1,), 5.0, device="cuda"), torch.zeros(1, device="cuda"), torch.zeros(1).pin_memory()
-memory = memoryview(host.numpy()).cast("B")
+Late.memory = (ctypes.c_char * 4).from_address(host.data_ptr())
 torch.add(x, 7.0, out=y)
 y.fill_(5.0)
 torch.cuda.synchronize()
 torch.cuda._sleep(300_000_000)
 torch.add(x, 7.0, out=y)
 host.copy_(y, non_blocking=True)
-sys.modules["late"] = Late()
+late = Late()
 """
 
 
