@@ -176,7 +176,7 @@ def _rank_report(
         device=rank.device,
         pid=state.pid if state is not None else None,
         state=_state(rank),
-        exit=rank.code,
+        exit=rank.code if rank.ended_before_stop is None else rank.ended_before_stop,
         step=where.step if where is not None else None,
         batch=where.batch if where is not None else None,
         preflight=_preflight(rank),
@@ -246,6 +246,8 @@ def _state(rank: RankFacts) -> str:
         return "killed"
     if exit_.code == 0:
         return "unwatched" if exit_.phase == "unwatched" else "finished"
+    if rank.ended_before_stop is not None:
+        return "finished" if rank.ended_before_stop == 0 else "failed"
     return {"torchrun": "stopped", "running": "running"}.get(exit_.by, "failed")
 
 

@@ -10,6 +10,8 @@ from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.growth import ModuleGrowth, growth_of
 from ..facts.replicas import OddWeight, page_of
+from ..facts.weight_history import UNSEEN
+from ..facts.weight_jumps import WeightJump, weight_jumps
 from ..report.sentence_parts import ranks_text
 from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues
@@ -66,18 +68,40 @@ def of_training(clues: CauseClues) -> OverflowCause | None:
 def _diverged(clues: CauseClues, grown: ModuleGrowth | None) -> OverflowCause | None:
     if grown is None or grown.steps < _DIVERGED:
         return None
-    where = f"on {ranks_text(sorted([clues.first.rank, *grown.alike]))}"
+    ranks, began = sorted([clues.first.rank, *grown.alike]), grown.batches[1]
+    # the growth of one module may come from a weight that jumped in the batch before: its gradient did
+    looked = weight_jumps(clues.facts, clues.first, ranks, range(max(1, began - 1), began + 1))
+    if looked.first is not None:
+        return _jumped(grown, looked.first)
     rate = _optimizer(clues)
     lower = f" ({rate[1]:g})" if rate is not None else ""
+    ran = "the training diverged" if looked.whole else "outputs ran away"
+    unkept = f"; it is unknown whether a step began it: not all frames before batch {began} are kept"
     return OverflowCause(
         "divergence",
         _S,
-        f"the training diverged {where} from batch {grown.batches[1]} on: {_went(grown)}, "
+        f"{ran} on {ranks_text(ranks)} from batch {began} on: {_went(grown)}, "
         f"the largest weight is {number_text(_largest_weight(clues))}"
-        f"{_by_optimizer(clues)}",
+        f"{_by_optimizer(clues)}{'' if looked.whole else unkept}",
         [
             f"Lower the learning rate{lower}, warm it up, or clip the gradients (clip_grad_norm_); and look at what "
-            f"changed in batch {grown.batches[1]}: a schedule, a checkpoint, an unfrozen part. None of these was tried."
+            f"changed in batch {began}: a schedule, a checkpoint, an unfrozen part. None of these was tried."
+        ],
+    )
+
+
+def _jumped(grown: ModuleGrowth, jump: WeightJump) -> OverflowCause:
+    """Something else than a step has made a weight large, and the training went on with it."""
+    alone = " alone" if jump.others else ""
+    return OverflowCause(
+        "replica" if jump.others else "step",
+        _S,
+        f"{jump.name} had abs max {number_text(jump.left)} after the step of batch {jump.batch - 1}, and "
+        f"{number_text(jump.found)} in the forward of batch {jump.batch}, on {ranks_text(jump.ranks)}{alone}: "
+        f"{UNSEEN}; the training ran away with it: {_went(grown)}",
+        [
+            f"Look at what the script does with {jump.name} between the step of batch {jump.batch - 1} and the forward "
+            f"of batch {jump.batch}: a copy, a load, an operation on its data. None of these was tried."
         ],
     )
 

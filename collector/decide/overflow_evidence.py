@@ -38,7 +38,8 @@ def evidence_of(
     rank = facts.one(first.attempt, first.rank)
     if rank.caught_overflow:
         went_on = rank.went_on_after_overflow
-        then = f"went on to batch {rank.batches - 1}" if went_on else "ended with exit code 0 in that batch"
+        untrained = " without an optimizer step" if rank.only_evaluated_after_overflow else ""
+        then = f"went on to batch {rank.batches - 1}{untrained}" if went_on else "ended with exit code 0 in that batch"
         lines.insert(1, f"the script caught OverflowDetected, which was to end it, and {then}")
     if first.mask.turned is not None and not first.mask.text:
         lines.append(f"-inf alone is expected in masks; {module_text(*first.mask.turned)} turned it into nan")

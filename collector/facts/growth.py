@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy
 
 from ...core.frames import LOSS_MODULE, FramePhase, module_text
+from ...core.growth_run import MOST_BATCHES, SizeSeries, growing_run, known_sizes
 from ...core.wire.columns import NO_NUMBER
 from ..report.run_figures import HeatModule
 from .diagnosis import LocalDiagnosis
@@ -17,11 +18,6 @@ from .run_facts import RunFacts
 
 _MOST_RANKS = 8
 """Ranks whose histories are opened."""
-_MOST_BATCHES = 32
-_FACTOR = 3.0
-"""An output grows that is larger by this factor than in the batch before."""
-_MUCH = 100.0
-"""Growth in all that no ordinary training has within a few batches."""
 _ALIKE = 30.0
 """Ranks are alike whose outputs in one batch differ by less than this factor: each has its own data."""
 _MOST_SHOWN = 4
@@ -70,9 +66,10 @@ def growth_of(facts: RunFacts, first: LocalDiagnosis) -> ModuleGrowth | None:
     if own is None:
         return None
     for column, module in sorted(enumerate(own.modules), key=lambda at: at[1].module == LOSS_MODULE):
-        batches, sizes = _run_of(_series(own, column, first.batch))
-        if len(sizes) < 2 or sizes[-1] < _MUCH * sizes[0] or batches[-1] < first.batch - 1:
+        run = growing_run(_series(own, column, first.batch), first.batch)
+        if not run:
             continue
+        batches, sizes = [batch for batch, _ in run], [size for _, size in run]
         alike: list[int] = []
         unlike: list[int] = []
         for rank, history in opened.items():
@@ -96,7 +93,7 @@ def _histories(facts: RunFacts, first: LocalDiagnosis) -> dict[int, OpenHistory]
 def _of_pages(rank: RankFacts, first: LocalDiagnosis) -> OpenHistory:
     """From the pages of one process: no agent has kept the history of a `gpuwatch.watch`."""
     pages = [page for page in rank.pages.values() if page.root == first.root and page.batch <= first.batch]
-    pages = sorted(pages, key=lambda page: page.number)[-_MOST_BATCHES:]
+    pages = sorted(pages, key=lambda page: page.number)[-MOST_BATCHES:]
     modules: dict[str, HeatModule] = {}
     found: list[dict[str, float]] = []
     for page in pages:
@@ -118,20 +115,8 @@ def _of_pages(rank: RankFacts, first: LocalDiagnosis) -> OpenHistory:
     )
 
 
-def _series(history: OpenHistory, column: int, until: int) -> list[tuple[int, float]]:
-    """(batch, abs max), where it was finite and not 0, up to and with the batch `until`."""
-    numbers = history.numbers[:, column].tolist()
-    points = [(batch, size) for batch, size in zip(history.batches, numbers, strict=True) if batch <= until]
-    return [(batch, size) for batch, size in points[-_MOST_BATCHES:] if 0 < size < math.inf]
-
-
-def _run_of(series: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """The last batches, in which it grew each time, and the one before these."""
-    start = len(series) - 1
-    while start > 0 and series[start][1] >= _FACTOR * series[start - 1][1]:
-        start -= 1
-    run = series[max(0, start) :]
-    return [batch for batch, _ in run], [size for _, size in run]
+def _series(history: OpenHistory, column: int, until: int) -> SizeSeries:
+    return known_sizes(zip(history.batches, history.numbers[:, column].tolist(), strict=True), until)
 
 
 def _size_on(history: OpenHistory, module: str, batch: int) -> float | None:

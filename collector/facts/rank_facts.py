@@ -258,12 +258,31 @@ class RankFacts:
         return self.caught_overflow and raised is not None and self.batches - 1 > raised.where.batch
 
     @property
+    def only_evaluated_after_overflow(self) -> bool:
+        """Whether no optimizer has stepped since, of a script whose steps were seen before."""
+        raised, ended = self.overflow_raised, self.exit.where if self.exit is not None else self.counts
+        return raised is not None and 0 < raised.where.step == ended.step
+
+    @property
+    def ended_before_stop(self) -> int | None:
+        """The exit code of a script that had ended by itself when its launcher stopped the process; else None."""
+        script, stopped = self.script_exit, self.exit is not None and self.exit.by == "torchrun"
+        if script is None or not stopped or script.handler or self.errors or self._was_told_to_end(script):
+            return None
+        return script.code
+
+    def _was_told_to_end(self, script: ScriptExit) -> bool:
+        """Whether a signal of its launcher's had reached a handler of the script before that ended."""
+        heard = self.exit.heard if self.exit is not None else []
+        return any(0 < each.parent_ns <= script.where.time_ns for each in heard)
+
+    @property
     def exited_badly(self) -> bool:
         """Whether its script called sys.exit with an error code, and no signal of its launcher's had told it to."""
-        script, heard = self.script_exit, self.exit.heard if self.exit is not None else []
+        script = self.script_exit
         if script is None or script.code == 0 or script.handler:
             return False
-        return not any(0 < each.parent_ns <= script.where.time_ns for each in heard)
+        return not self._was_told_to_end(script)
 
     @property
     def hid_a_peer_failure(self) -> bool:

@@ -20,6 +20,7 @@ from ...core.events.agent_events import LimitForecast, StepTimes
 from ...core.events.definitions import Definition, ModuleDef, SlotDef
 from ...core.events.run_position import RunPosition
 from ...core.frames import LOSS_MODULE
+from ...core.growth_run import MOST_BATCHES, SizeSeries, growing_run, known_sizes
 from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
@@ -165,6 +166,19 @@ class RankHistory:
         for held in reader.held()[-_LAST:]:
             if held.number > self._done:
                 self._take(reader.page(held.number), late=True)
+
+    def growth_began(self, root: int, batch: int) -> int | None:
+        """The first batch of the growth that led to an overflow in `batch`: of the output that grew first.
+
+        None if no output of this root ran away.
+        """
+        rows = [row for row in self._rows.get(root, []) if row.batch <= batch][-MOST_BATCHES:]
+        sizes: dict[int, SizeSeries] = {}
+        for row in rows:
+            for column, code in zip(row.columns.tolist(), row.codes, strict=True):
+                sizes.setdefault(column, []).append((row.batch, number_of(code)))
+        runs = (growing_run(known_sizes(series, batch), batch) for series in sizes.values())
+        return min((run[1][0] for run in runs if run), default=None)
 
     def _take(self, page: PageMessage | None, *, late: bool) -> None:
         if page is None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...core.events.agent_events import LimitForecast, WorkerExit
 from ...core.events.alarms import Anomaly
-from ...core.events.definitions import Definition
+from ...core.events.definitions import Definition, split_label
 from ...core.events.log_entries import WorkerEvent
 from ...core.events.own_limits import OwnFault
 from ...core.events.rank_standing import EndedPart, GroupState
@@ -27,7 +27,7 @@ from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.stalls import file_of, has_left_backward, pipe_of, stack_file_name
 from ...core.recorder.told_forecasts import tell_forecasts
 from ...core.wire.beat import HotModule, NodeBeat, RankState
-from ...core.wire.messages import AgentBody, EventMessage, NameDefinitions, WantedBatch
+from ...core.wire.messages import AgentBody, EventMessage, NameDefinitions, PageMessage, WantedBatch
 from ...core.wire.pipe import LastLook
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values
@@ -41,6 +41,8 @@ _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE,
 """Signals after which a rank has written its stack."""
 RESTS_S = 2.0
 """The beats of a rank that has not moved for this long say which collective it is in."""
+GROWTH_PAGES = 6
+"""How many pages from the beginning of a growth are sent."""
 MOST_HOT = 4
 """How many modules of a rank a beat reports, with their headroom."""
 
@@ -67,6 +69,8 @@ class RankWatch:
         self._reader: RecorderReader | None = None
         self._pages = PageSelection(traced, traces if traces is not None else TracedBatches())
         self._anomaly_sent = False
+        self._alarm: Anomaly | None = None
+        """Its first."""
         self._broken = False
         self._script_ended = False
         """Whether it has recorded how its script ended."""
@@ -116,6 +120,7 @@ class RankWatch:
                 self._script_code = event.code if isinstance(event, ScriptExit) else 1
             if isinstance(event, Anomaly):
                 self._anomaly_sent = self._asked = True
+                self._alarm = self._alarm or event
                 self._pages.want_of(event, now)
         messages += self._pages.due(reader, now)
         return messages
@@ -196,7 +201,7 @@ class RankWatch:
             exit_ = replace(exit_, after=self.ended_part(state.batch))
         if (times := self.steps.event(where)) is not None:
             messages.append(EventMessage(times))
-        return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
+        return [*messages, *self._history_of(reader, code, now), NodeBeat([state], {}), EventMessage(exit_)]
 
     def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
         """What a process has recorded before it was known which rank it is, is this rank's."""
@@ -239,8 +244,8 @@ class RankWatch:
         self._faults = dict.fromkeys(self._faults)
         return found
 
-    def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
-        """What its steps led to, and its history.
+    def _history_of(self, reader: RecorderReader, code: int | None, now: float) -> list[AgentBody]:
+        """What its steps led to, its history, and the pages that tell how the growth in front of its alarm began.
 
         Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches.
         """
@@ -252,9 +257,23 @@ class RankWatch:
             found += map(EventMessage, self._history.steps.finish(reader, self.rank, self.attempt))
             if is_wanted:
                 found += self._history.messages(self.rank, self.attempt)
+                found += self._pages_of_growth(reader, now)
         except Exception as error:
             self._failed("history", error)
         return [*found, *self._new_faults()]
+
+    def _pages_of_growth(self, reader: RecorderReader, now: float) -> list[PageMessage]:
+        """The pages in which outputs began to grow, and the two before: a weight may have been changed there."""
+        place = split_label(self._alarm.where.root) if self._alarm is not None else None
+        root = next((number for number, of in reader.roots.items() if (of.cls, of.ordinal) == place), None)
+        if self._alarm is None or root is None:
+            return []
+        began = self._history.growth_began(root, self._alarm.where.batch)
+        if began is None:
+            return []
+        for batch in range(max(0, began - 2), began - 2 + GROWTH_PAGES):
+            self._pages.want_at_once((reader.roots[root].cls, reader.roots[root].ordinal, batch), now)
+        return self._pages.due(reader, now)
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""

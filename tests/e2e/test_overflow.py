@@ -167,5 +167,8 @@ def test_a_script_that_catches_the_error_and_goes_on_is_told_so(bench):
     verdict = run.verdict
     assert "OverflowDetected" in run.stdout
     assert (run.code, verdict["kind"], verdict["batch"]) == (4, "overflow", 3)
-    assert "the script caught OverflowDetected, which was to end it, and went on to batch 11" in verdict["evidence"]
+    went_on = "the script caught OverflowDetected, which was to end it, and went on to batch 11"
+    # where numbers come late, a step with nan is over by then: each later batch raises again
+    untrained = " without an optimizer step" if "skipped 11" in run.stdout else ""
+    assert went_on + untrained in verdict["evidence"]
     assert any("let OverflowDetected pass" in step for step in verdict["next"])

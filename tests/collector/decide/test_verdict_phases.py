@@ -213,9 +213,14 @@ def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad)
 
 def test_a_script_that_caught_the_error_and_went_on_is_told_so(make):
     batch = forward(make, 0, out=make.INF, batch=3)
-    raised = [EventMessage(OverflowRaised(make.where(0, batch=3)))]
-    caught = judge(make, batch, more=[*raised, *make.finished(0, batch=11)])
-    assert "the script caught OverflowDetected, which was to end it, and went on to batch 11" in caught.evidence
+    raised = [EventMessage(OverflowRaised(make.where(0, batch=3, step=3)))]
+    evaluated = judge(make, batch, more=[*raised, *make.finished(0, batch=11, step=3)])
+    went_on = "the script caught OverflowDetected, which was to end it, and went on to batch 11"
+    assert f"{went_on} without an optimizer step" in evaluated.evidence
+    caught = judge(make, batch, more=[*raised, *make.finished(0, batch=11, step=8)])
+    assert went_on in caught.evidence
+    unseen = [EventMessage(OverflowRaised(make.where(0, batch=3)))]
+    assert went_on in judge(make, batch, more=[*unseen, *make.finished(0, batch=11)]).evidence, "it may step by itself"
     assert "let OverflowDetected pass where the script catches errors" in caught.next[-1]
     saved = judge(make, batch, more=[*raised, *make.finished(0, batch=3)])
     assert (

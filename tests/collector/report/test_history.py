@@ -13,6 +13,7 @@ from gpuwatch.collector.report.html.chart import over_the_batches
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.collector.written_report import read_report
+from gpuwatch.core.events.definitions import SlotDef
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
@@ -37,7 +38,13 @@ def slots_of(batch) -> list[int]:
 
 def slot_of_loss(batch) -> int:
     """Of what the backward began from."""
-    return next(d.id for d in batch._definitions if getattr(d, "module", None) == batch.module(LOSS_MODULE))
+    return slot_of_output(batch, LOSS_MODULE)
+
+
+def slot_of_output(batch, module) -> int:
+    """Of what this module returned."""
+    slots = (each for each in batch._definitions if isinstance(each, SlotDef))
+    return next(each.id for each in slots if each.module == batch.module(module) and each.role == "output")
 
 
 DAMAGES = {
@@ -225,4 +232,52 @@ def test_a_loss_that_is_the_verdict_is_drawn_once(make):
 def test_a_loss_that_ran_away_on_all_ranks_is_a_training_that_diverged(make):
     cause = report_of(job_of_losses(make, before=lambda n: 4.0**n, weight=200.0)).verdict.cause
     assert cause.kind == "divergence"
+    assert cause.statement.startswith("outputs ran away on ranks 0 and 1 from batch 1 on")
+    assert cause.statement.endswith("it is unknown whether a step began it: not all frames before batch 1 are kept")
     assert "abs max of the loss went 6.40e+01, 2.56e+02, 1.02e+03, 4.10e+03 in batches 3 to 6" in cause.statement
+
+
+def job_of_a_growth(make, *, jumps, kept=True):
+    """What `fc` returns grows on both ranks from batch 4 on. On those of `jumps`, batch 3 found a weight that is 300
+    times what the step of batch 2 had left."""
+    bodies = [make.hello(nproc=2)]
+    sizes = [2.0, 2.0, 2.0, 2.0, 1e3, 1e9, 1e15]
+    for rank in range(2):
+        weight, slot = 0.5, -1
+        for n in range(LAST + 1):
+            batch = make.Batch(rank, batch=n, page=n)
+            weight *= 300.0 if n == 3 and rank in jumps else 40.0 if n >= 4 else 1.0
+            x, y = batch.tensor(), batch.tensor(make.INF if n == LAST else sizes[n])
+            batch.call("fc", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor(weight)})
+            batch.call("", "Net", given=[x], returned=[y])
+            batch.stepped("fc", "Linear", {"weight": weight * (40.0 if n >= 3 else 1.0)})
+            bodies += batch.messages() if kept or n >= LAST - 1 else []
+            slot = slot_of_output(batch, "fc")
+        rows = pack(codes_of([[size] for size in sizes[:LAST]] + [[make.INF]]))
+        numbers = list(range(LAST + 1))
+        bodies.append(RankHistoryMessage(rank, 0, 0, numbers, numbers, [slot], bytes([DTYPE_CODES["float32"]]), rows))
+    return [("a0", n, body) for n, body in enumerate([*bodies, make.ended(0, 1)], 1)]
+
+
+@pytest.mark.parametrize(
+    ("jumps", "kind", "where"), [([1], "replica", "on rank 1 alone"), ([0, 1], "step", "on ranks 0 and 1")]
+)
+def test_a_weight_that_no_step_made_large_is_the_cause_of_a_growth(make, jumps, kind, where):
+    cause = report_of(job_of_a_growth(make, jumps=jumps)).verdict.cause
+    assert (cause.kind, cause.certainty) == (kind, "supported")
+    assert cause.statement.startswith(
+        "weight of `fc` (Linear) had abs max 5.00e-01 after the step of batch 2, and 1.50e+02 in the forward of "
+        f"batch 3, {where}: no optimizer step was seen in between"
+    )
+
+
+def test_a_growth_whose_beginning_is_kept_and_has_no_such_weight_is_a_divergence(make):
+    cause = report_of(job_of_a_growth(make, jumps=[])).verdict.cause
+    assert cause.statement.startswith("the training diverged on ranks 0 and 1 from batch 4 on")
+    assert "unknown" not in cause.statement
+
+
+def test_a_growth_whose_beginning_is_not_kept_is_not_told_as_a_divergence(make):
+    cause = report_of(job_of_a_growth(make, jumps=[1], kept=False)).verdict.cause
+    assert cause.statement.startswith("outputs ran away on ranks 0 and 1 from batch 4 on")
+    assert cause.statement.endswith("it is unknown whether a step began it: not all frames before batch 4 are kept")

@@ -8,7 +8,8 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.rank_states import state_text
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.wire.messages import NodeBye
+from gpuwatch.core.events.script_events import ScriptExit
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 
 def report_of(bodies):
@@ -21,11 +22,20 @@ def bad_batch(make):
     return batch.messages()
 
 
+def left(make, code, handler=0):
+    """Its script called sys.exit, in the handler of a signal or by itself."""
+    return EventMessage(ScriptExit(make.where(0), code, handler=handler))
+
+
 @pytest.mark.parametrize(
     ("end", "state", "text"),
     [
         (lambda make: [make.ended(0, -15, "torchrun")], "stopped", "stopped by torchrun"),
         (lambda make: [make.ended(0, -9, "torchrun")], "stopped", "stopped by torchrun"),
+        (lambda make: [left(make, 0), make.ended(0, -15, "torchrun")], "finished", "finished"),
+        (lambda make: [left(make, 3), make.ended(0, -15, "torchrun")], "failed", "ended with code 3"),
+        (lambda make: [left(make, 3), make.ended(0, 3, "torchrun")], "failed", "ended with code 3"),
+        (lambda make: [left(make, 3, handler=15), make.ended(0, 3, "torchrun")], "stopped", "stopped by torchrun"),
         (lambda make: [make.ended(0, -9)], "killed", "killed (SIGKILL)"),
         (lambda make: [make.ended(0, -11)], "killed", "killed (SIGSEGV)"),
         (lambda make: [make.ended(0, -40)], "killed", "killed (signal 40)"),

@@ -6,8 +6,10 @@ import itertools
 import struct
 
 import pytest
+from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
 from gpuwatch.core.events.own_limits import OwnFault, costs_frames
+from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE, FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
@@ -260,3 +262,25 @@ def test_the_loss_of_each_batch_is_in_it_and_is_no_module_near_a_limit(writer, r
     assert unpack(found)[:, 1].tolist() == [2.0 ** (3 * number) for number in range(40)]
     assert kept.told(0, 0) == []
     assert [hot.module for hot in kept.hottest(0, 4)] == ["fc"]
+
+
+def test_the_pages_before_a_growth_are_sent_with_the_history_of_a_rank_that_overflowed(writer, watch):
+    """Its weights may have been changed there."""
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    for number, size in enumerate([1.0, 1.1, 0.9, 1.0, 1.0, 40.0, 900.0, float("inf")]):
+        batch(writer, number, float32(size))
+        if number == 2:
+            watch.poll(0.0)
+    writer.append(Anomaly(RunPosition(0, 0, 7, 7, "Net", 7), 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
+    sent = [body.batch for body in watch.end(4, "itself", 1.0) if isinstance(body, PageMessage)]
+    assert sorted(sent) == [3, 4, 5, 6, 7]
+
+
+def test_outputs_that_do_not_run_away_bring_no_more_pages(writer, watch):
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    for number in range(8):
+        batch(writer, number, float32(1.0 + number))
+    writer.append(Anomaly(RunPosition(0, 0, 7, 7, "Net", 7), 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
+    assert [body.batch for body in watch.end(4, "itself", 1.0) if isinstance(body, PageMessage)] == [7]
