@@ -16,14 +16,13 @@ from ...core.frames import FramePhase
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
-from ..compile import attach as traced
 from ..compile.attach import apart_from_dynamo
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.collectives import issued
 from ..record.names import class_of
 from ..record.root_tensors import RootTensors
 from ..record.roots import ModuleInfo, RootInfo
-from .hook_bounds import call_begins, compiler, is_dynamo_compiling, is_tracing, work_ends
+from .hook_bounds import call_begins, compiler, is_dynamo_compiling, is_tracing, trace_before, work_ends
 from .quiet_root import QuietRoot
 from .returned_calls import ReturnedCalls
 
@@ -59,8 +58,8 @@ class ModuleCalls(ReturnedCalls):
         # within torch.compile and torch.export (torch/compiler, is_compiling) tensors hold no numbers, as they trace.
         # Dynamo, which traces this function too, takes the first for True, and comes to no dictionary
         if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
-            if is_dynamo_compiling() and traced.before is not None:
-                traced.before(module)
+            if is_dynamo_compiling():
+                trace_before(module)
             return
         # before any other call of ours: a hook may take only a few frames until here (worker/native/recursion.c)
         call_begins()

@@ -17,7 +17,6 @@ from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..answers import look_at_stack_file
-from ..compile import attach as traced
 from ..device.device import without_modes
 from ..record.autograd_graph import next_node
 from ..record.bad_elements import bad_inputs, bad_rows
@@ -26,7 +25,7 @@ from ..record.names import batch_digest, inputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
-from .hook_bounds import call_ends, compiler, is_dynamo_compiling, is_tracing, work_begins
+from .hook_bounds import call_ends, compiler, is_dynamo_compiling, is_tracing, trace_after, work_begins
 from .skipping import BatchSkipping
 
 _this_thread = threading.get_ident
@@ -94,8 +93,8 @@ class ReturnedCalls:
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
-            if is_dynamo_compiling() and traced.after is not None:
-                traced.after(module, args, kwargs, output)
+            if is_dynamo_compiling():
+                trace_after(module, args, kwargs, output)
             return
         work_begins()
         try:
