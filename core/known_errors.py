@@ -84,7 +84,8 @@ _OF_THE_WRITER: _Meanings = {
     ),
     _CUDA + r"invalid device ordinal": (
         "a rank asked for a GPU that it cannot see",
-        "Let every rank of a node see all of its GPUs: no CUDA_VISIBLE_DEVICES or --gpus-per-task per rank.",
+        "Start no more ranks on a node than it has GPUs (--nproc-per-node), and let each see all of them: no "
+        "CUDA_VISIBLE_DEVICES or --gpus-per-task per rank.",
     ),
     r"CUDA-capable device\(s\) is/are busy or unavailable": (
         "the GPU is busy or unavailable: another process has exclusive use of it, or it needs a reset",
