@@ -68,9 +68,8 @@ class RankWatch:
         self._path = folder / file_name(self.rank, self.attempt)
         self._reader: RecorderReader | None = None
         self._pages = PageSelection(traced, traces if traces is not None else TracedBatches())
-        self._anomaly_sent = False
         self._alarm: Anomaly | None = None
-        """Its first."""
+        """Its first, of those in its log."""
         self._broken = False
         self._script_ended = False
         """Whether it has recorded how its script ended."""
@@ -119,8 +118,7 @@ class RankWatch:
                 self._script_ended = True
                 self._script_code = event.code if isinstance(event, ScriptExit) else 1
             if isinstance(event, Anomaly):
-                self._anomaly_sent = self._asked = True
-                self._alarm = self._alarm or event
+                self._alarm, self._asked = self._alarm or event, True
                 self._pages.want_of(event, now)
         messages += self._pages.due(reader, now)
         return messages
@@ -134,7 +132,7 @@ class RankWatch:
     def unjudged(self, now: float) -> list[AgentBody]:
         """Its pages with an alarm that it has not raised, now that it rests."""
         reader = self._reader
-        if reader is None or self._broken or self._anomaly_sent:
+        if reader is None or self._broken or self._alarm is not None:
             return []
         try:
             pages = unjudged_pages(self._path)
@@ -264,20 +262,21 @@ class RankWatch:
 
     def _pages_of_growth(self, reader: RecorderReader, now: float) -> list[PageMessage]:
         """The pages in which outputs began to grow, and the two before: a weight may have been changed there."""
-        place = split_label(self._alarm.where.root) if self._alarm is not None else None
-        root = next((number for number, of in reader.roots.items() if (of.cls, of.ordinal) == place), None)
-        if self._alarm is None or root is None:
+        if self._alarm is None:
             return []
-        began = self._history.growth_began(root, self._alarm.where.batch)
+        where = self._alarm.where
+        place = split_label(where.root)
+        root = next((number for number, of in reader.roots.items() if (of.cls, of.ordinal) == place), None)
+        began = self._history.growth_began(root, where.batch) if root is not None else None
         if began is None:
             return []
         for batch in range(max(0, began - 2), began - 2 + GROWTH_PAGES):
-            self._pages.want_at_once((reader.roots[root].cls, reader.roots[root].ordinal, batch), now)
+            self._pages.want_at_once((*place, batch), now)
         return self._pages.due(reader, now)
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
-        anomaly = reader.first_anomaly() if not self._anomaly_sent else None
+        anomaly = reader.first_anomaly() if self._alarm is None else None
         if anomaly is None or (is_rank(self.rank) and self._of_this_rank(anomaly) is not anomaly):
             return []
         return [EventMessage(self._of_this_rank(anomaly))]

@@ -161,33 +161,11 @@ def test_after_a_forecast_all_is_watched_for_a_while(watch):
     assert (choice.every, choice.alert) == (1, "an overflow is forecast")
 
 
+@pytest.mark.parametrize("device", ["host", "late"])
 @pytest.mark.parametrize("where", ["output", "gradient"])
-def test_after_a_jump_all_is_watched_for_a_while(watch, where):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
-    train(model, FEWEST)
-    assert watched.of(WatchChoice) == []
-    if where == "output":
-        model[1].by = 1e4
-    else:
-        model.grows = True
-    train(model, 1)
-    skipped = watched.reader[HeadField.BATCHES_SKIPPED]
-    assert skipped == FEWEST + 1
-    train(model, 4)
-    assert watched.reader[HeadField.BATCHES_SKIPPED] == skipped
-    choice = watched.of(WatchChoice)[0]
-    place = "output of the root module" if where == "output" else "grad weight of `0` (Linear)"
-    assert (choice.every, choice.where.batch) == (1, 5 + FEWEST)
-    assert choice.alert.startswith("a jump to "), choice.alert
-    assert place in choice.alert
-    assert watched.faults == []
-
-
-@pytest.mark.parametrize("where", ["output", "gradient"])
-def test_after_a_jump_on_a_device_all_is_watched_for_a_while(late, watch, where):
+def test_after_a_jump_all_is_watched_for_a_while(request, watch, where, device):
+    if device == "late":
+        request.getfixturevalue("late")
     watched = watch(every="auto")
     model = net()
     train(model, 5)
@@ -202,9 +180,10 @@ def test_after_a_jump_on_a_device_all_is_watched_for_a_while(late, watch, where)
         model.grows = True
     train(model, 1)
     watched.hooks.judging.finish()
-    train(model, 1)  # it reads what has arrived by then
+    unseen = 0 if device == "host" else 1
+    train(model, unseen)  # it compares what has arrived by then
     skipped = watched.reader[HeadField.BATCHES_SKIPPED]
-    assert skipped == FEWEST + 2
+    assert skipped == FEWEST + 1 + unseen
     train(model, 4)
     assert watched.reader[HeadField.BATCHES_SKIPPED] == skipped
     choice = watched.of(WatchChoice)[0]
