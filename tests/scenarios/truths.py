@@ -646,9 +646,9 @@ PARALLEL = [
     Scenario(
         "a bad batch where the loss is summed over the ranks in between",
         "hand_made_pipeline.py",
-        _found("input", 1, "", "First", role="input[0]", value="nan", batch=2, certainty="supported"),
+        _found("input", 1, "", "First", role="input[0]", value="nan", batch=2, certainty="established"),
         args=("--fault", "logged"),
-        evidence="one can have brought it from another rank",
+        evidence="finite numbers came out: none has brought it",
     ),
     Scenario("torch.compile, forward", "compiled.py", _forward(1, "body.up", batch=3)),
     Scenario(
@@ -848,9 +848,10 @@ LESS_WATCHED = [
     Scenario(
         "no module is watched",
         "zero_length.py",
-        {"kind": "unknown", "certainty": "unknown"},
+        # the loss is read all the same, but not the gradients that made the weights nan
+        _overflow(rank=None, module="(loss)", phase="collective", batch=3, certainty="unknown"),
         options=("--modules", "length.*"),
-        statement="watched no module",
+        statement="met nan in batch 3 in the loss; collectives ran there, so it may have come from any rank",
         witness="rank=1 phase=backward module=length class=Length batch=2",
     ),
     Scenario(
