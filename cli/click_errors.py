@@ -6,7 +6,7 @@ import re
 
 import click
 
-from ..core.errors import Code
+from ..core.codes import Code
 from ..core.misspelled import did_you_mean, meant_option
 from ..core.secrets import masked_text
 

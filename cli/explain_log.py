@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from .report import TEXT_OR_JSON, echo_json, text_width
 
 _MOST_BYTES = 256 << 20

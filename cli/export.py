@@ -13,7 +13,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from .report import (
     TEXT_OR_JSON,
     RankChoice,

@@ -16,7 +16,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.recorder.run_folder import JOIN_VARIABLE
 from ..core.recorder.run_folder import env as env_of_run
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, runs_by_time
-from ..core.errors import Code, GpuwatchError, UsageError
+from ..core.codes import Code
+from ..core.errors import GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import command_for, shown
 from .report import TEXT_OR_JSON, echo_json, is_open

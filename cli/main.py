@@ -15,7 +15,8 @@ theirs_last()
 
 import click  # noqa: E402
 
-from ..core.errors import Code, GpuwatchError, OutputLost, UsageError, code_texts, coded  # noqa: E402
+from ..core.codes import Code, code_texts, coded  # noqa: E402
+from ..core.errors import GpuwatchError, OutputLost, UsageError  # noqa: E402
 from ..core.guest.tell import end_process, expect_answer, guard_streams, say  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
 from ..core.misspelled import closest, expect_hyphens, with_hyphens  # noqa: E402

@@ -17,7 +17,8 @@ from ..collector.report.notices_text import PLAIN
 from ..collector.report.sentence_parts import TextConsole
 from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
-from ..core.errors import Code, ExitCode, GpuwatchError, UsageError
+from ..core.codes import Code, ExitCode
+from ..core.errors import GpuwatchError, UsageError
 from ..core.frames import format_number
 from ..core.guest.own_files import expect_regular
 from ..core.guest.own_imports import own_command

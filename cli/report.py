@@ -17,7 +17,8 @@ from click.core import ParameterSource
 
 from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
-from ..core.errors import Code, GpuwatchError, UsageError
+from ..core.codes import Code
+from ..core.errors import GpuwatchError, UsageError
 from ..core.text import command_for, ranks_text
 from .run_names import RUNS_DIR, complete_runs, find_run_or_last
 

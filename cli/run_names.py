@@ -10,7 +10,8 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ..collector.run_files import LATEST, runs_by_time
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.misspelled import did_you_mean
 from ..core.recorder.run_folder import runs_of_job
 from ..core.text import command_for, plain_text

@@ -14,7 +14,8 @@ import click
 
 from ..collector.run_files import RunPaths
 from ..collector.written_report import read_report
-from ..core.errors import Code, GpuwatchError, UsageError, coded
+from ..core.codes import Code, coded
+from ..core.errors import GpuwatchError, UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..core.secrets import masked_command
 from ..launcher.saved_settings import saved_runs_dir

@@ -18,7 +18,8 @@ from typing import TextIO
 
 import zmq
 
-from ..core.errors import Code, ExitCode, GpuwatchError, UsageError
+from ..core.codes import Code, ExitCode
+from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
 from .finish import fold_store, open_store

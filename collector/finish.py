@@ -14,10 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.errors import ExitCode
+from ..core.codes import ExitCode, VerdictKind
 from ..core.guest.own_files import write_whole
 from ..core.text import command_for
-from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..core.errors import Code
+from ..core.codes import Code
 from ..core.events.agent_events import RankLook, RankStall, WorkerExit
 from ..core.events.alarm_evidence import SECOND_RUN_S, ForwardCaptured, SecondRun
 from ..core.events.alarms import Anomaly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.errors import Code
+from ..core.codes import Code
 from ..core.wire.messages import CollectorMessage
 
 

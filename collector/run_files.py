@@ -19,11 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.errors import ExitCode
+from ..core.codes import ExitCode, VerdictKind
 from ..core.guest.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import command_for
-from ..core.verdicts import VerdictKind
 from .report.model import EarlierLife, RunReport
 from .report.verdict import Verdict
 

@@ -16,7 +16,7 @@ import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
-from ..core.errors import coded
+from ..core.codes import coded
 from ..core.guest.tell import tell as log
 from ..core.guest.threads import OneThread
 from ..core.host import OwnClock, raise_file_limit

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.events.agent_events import LimitForecast
 from ..core.events.alarms import Anomaly
 from ..core.recorder.layout import PARTS

@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.errors import Code, GpuwatchError, coded
+from ..core.codes import Code, coded
+from ..core.errors import GpuwatchError
 from ..core.events.definitions import Definition
 from ..core.guest.own_files import expect_regular
 from ..core.guest.threads import OneThread

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.errors import Code, GpuwatchError
+from ..core.codes import Code
+from ..core.errors import GpuwatchError
 from ..core.events.definitions import Definition
 from ..core.wire.messages import AgentBody, NameDefinitions, WireError, decode_agent
 

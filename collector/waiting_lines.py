@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from .ends.missing_nodes import missing_nodes, unequal_nodes
 from .facts.fold import FactFold
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.errors import Code, GpuwatchError
+from ..core.codes import Code
+from ..core.errors import GpuwatchError
 from ..core.guest.own_files import read_regular
 from ..core.text import command_for, shown_name
 from .report.model import RunReport

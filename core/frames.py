@@ -15,8 +15,9 @@ from enum import IntFlag
 import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
-from .text import WordEnum, shown_name
+from .text import shown_name
 from .values import NonFinite, RowStatistics
+from .word_enum import WordEnum
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17

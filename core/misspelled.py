@@ -6,7 +6,8 @@ import unicodedata
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from .errors import Code, UsageError
+from .codes import Code
+from .errors import UsageError
 
 _ALIKE = 0.6
 _HARDLY_OTHERWISE = 0.75

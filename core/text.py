@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from importlib import import_module
 from itertools import groupby
@@ -17,7 +16,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from .errors import Code, UsageError
+from .codes import Code
+from .errors import UsageError
 from .identity import is_rank, rank_name
 from .signal_errors import from_outside, suppress_own
 
@@ -191,23 +191,6 @@ def is_shown(name: str) -> bool:
 def shown_lines(text: str) -> str:
     """A text of several lines, such as a traceback: each line is shown, and stays a line."""
     return "\n".join(map(shown, text.split("\n")))
-
-
-class WordEnum(str, Enum):
-    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone.
-
-    A member may be a row of a table: its word, and the columns that the class annotates, in their order.
-    """
-
-    def __new__(cls, word: str, *columns: object) -> WordEnum:  # noqa: D102  # a member's row
-        member = str.__new__(cls, word)
-        member._value_ = word
-        for name, value in zip(cls.__annotations__, columns, strict=True):
-            setattr(member, name, value)
-        return member
-
-    __str__ = str.__str__
-    __format__ = str.__format__  # type: ignore[assignment]  # as StrEnum has it
 
 
 # Text that is no UTF-8, which messages cannot hold: a folder's name, in bytes that Python shows as surrogates.

@@ -32,7 +32,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
-from ..core.errors import RANK_OVERFLOW, Code, UsageError, coded
+from ..core.codes import RANK_OVERFLOW, Code, coded
+from ..core.errors import UsageError
 from ..core.guest.own_imports import OWN_START
 from ..core.guest.tell import say
 from ..core.host import host_name

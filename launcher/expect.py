@@ -22,7 +22,8 @@ from shlex import quote
 
 import psutil
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.misspelled import did_you_mean
 from ..core.wire.columns import HOST
 from .agent.host_figures import read_cgroup

@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.guest.tell import say
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf

@@ -13,7 +13,7 @@ import psutil
 import zmq
 from msgspec.structs import replace
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.text import from_json
 from ..core.wire import pipe
 from ..core.wire.keys import JobKeys

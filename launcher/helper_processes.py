@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 from msgspec.structs import replace
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.guest.own_imports import own_command
 from ..core.host import OwnClock
 from ..core.text import from_json

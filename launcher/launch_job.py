@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.errors import RANK_OVERFLOW, Code, ExitCode, UsageError, coded
+from ..core.codes import RANK_OVERFLOW, Code, ExitCode, coded
+from ..core.errors import UsageError
 from ..core.events.alarm_evidence import SECOND_RUN_S
 from ..core.guest.tell import flush_streams, say, tell
 from ..core.guest.threads import OneThread

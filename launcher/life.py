@@ -19,7 +19,8 @@ from signal import Signals
 import msgspec
 
 from ..core import host
-from ..core.errors import Code, ExitCode, UsageError, coded
+from ..core.codes import Code, ExitCode, coded
+from ..core.errors import UsageError
 from ..core.guest.tell import say
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
 from ..core.secrets import masked_command

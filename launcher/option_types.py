@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.guest.own_imports import path_as_given
 from ..core.host import loopback

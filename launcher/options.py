@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.misspelled import expect_hyphens, with_hyphens
 from ..core.settings import wrong_together
 from .option_tables import (

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import Code, UsageError, coded
+from ..core.codes import Code, coded
+from ..core.errors import UsageError
 from ..core.guest.tell import say
 from ..core.host import host_name, loopback
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret

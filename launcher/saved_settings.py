@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Code, UsageError, coded
+from ..core.codes import Code, coded
+from ..core.errors import UsageError
 from ..core.misspelled import did_you_mean, mistyped
 from ..core.secrets import masked_text
 from ..core.text import toml_of

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.wire.batch_job import SchedulerJob
 from .option_types import is_number, is_port, parse_nnodes
 

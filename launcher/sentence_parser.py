@@ -7,7 +7,8 @@ import shlex
 import sys
 from typing import Any, NoReturn
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.misspelled import expect_hyphens, meant_option
 from ..core.secrets import masked_command, masked_text
 from .option_tables import OptionTable

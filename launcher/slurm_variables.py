@@ -12,7 +12,8 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 from ..core.wire.batch_job import SchedulerJob
 from .option_types import is_number
 from .scheduler_job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole

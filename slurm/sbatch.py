@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from ..core.errors import Code, UsageError
+from ..core.codes import Code
+from ..core.errors import UsageError
 
 # ruff: noqa: SIM905  # a page of quoted names reads worse
 

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 
 import jinja2
 
-from ..core.errors import Code, UsageError, coded
+from ..core.codes import Code, coded
+from ..core.errors import UsageError
 from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
 
 RUNS_DIR = "gpuwatch-runs"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
-from gpuwatch.core.errors import Code, UsageError, code_texts
+from gpuwatch.core.codes import Code, code_texts
+from gpuwatch.core.errors import UsageError
 
 
 def explained(*words: str, width: int = 80) -> str:

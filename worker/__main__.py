@@ -22,7 +22,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..core.errors import RANK_OVERFLOW, Code, ExitCode, JobEnded, OverflowDetected, coded
+from ..core.codes import RANK_OVERFLOW, Code, ExitCode, coded
+from ..core.errors import JobEnded, OverflowDetected
 from ..core.guest.own_files import standard_streams_taken
 from ..core.guest.own_imports import give_way_to_script, path_as_given
 from ..core.guest.tell import end_process, flush_streams, say, tell

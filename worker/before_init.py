@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.events.preflight_events import PreflightResult
 from ..core.guest.tell import say
 from ..core.recorder.layout import RankPhase

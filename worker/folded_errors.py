@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.signal_errors import suppress_own
 
 _CLOSED = {

@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.errors import Code, coded
+from ..core.codes import Code, coded
 from ..core.events.script_events import LeftGroup
 from ..core.guest.own_imports import own_command
 from ..core.guest.tell import say

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy
 
-from ..core.errors import Code, OverflowDetected, coded
+from ..core.codes import Code, coded
+from ..core.errors import OverflowDetected
 from ..core.events.alarms import Anomaly
 from ..core.events.own_limits import OwnFault
 from ..core.frames import RowMark, module_text

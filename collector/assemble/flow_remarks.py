@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.events.agent_events import StoppedGradient, UnmovedParts
 from ...core.frames import module_text
 from ..facts.diagnosis import number_text

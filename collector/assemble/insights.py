@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.frames import LOSS_MODULE, FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.signal_errors import from_outside

@@ -6,11 +6,11 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from ...core.codes import VerdictKind
 from ...core.frames import LOSS_MODULE, Frame, FramePhase, Page
 from ...core.identity import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
-from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
 from ..facts.kept_pages import KeptPage, OpenHistory
 from ..facts.rank_facts import RankFacts

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.events.across_ranks import ReplicaHashes
 from ...core.events.agent_events import UnmovedWeights, ZeroedGradients
 from ...core.frames import module_text

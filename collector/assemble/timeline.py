@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy
 
+from ...core.codes import VerdictKind
 from ...core.events.agent_events import LimitForecast
 from ...core.frames import format_number, module_text
 from ...core.signal_errors import from_outside
-from ...core.verdicts import VerdictKind
 from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
 from ..facts.rank_facts import RankFacts

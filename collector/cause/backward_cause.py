@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ...core.codes import Certainty
 from ...core.events.alarm_evidence import BadOperation
 from ...core.events.looked_again import GraphNode, LookedAgain
 from ...core.events.read_tensors import OperandNumbers
 from ...core.frames import Frame, FramePhase
 from ...core.text import joined
 from ...core.values import DTYPES_OF_16_BITS
-from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.loss_origin import what_script_got
 from ..facts.replicas import page_of

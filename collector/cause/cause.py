@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ...core.codes import Certainty
 from ...core.events.alarm_evidence import EVERYTHING, NOTHING, CauseTrial
 from ...core.frames import FramePhase, module_text
-from ...core.verdicts import Certainty
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..report.verdict import OverflowCause
 from .backward_cause import cause_in_derivative, cause_of_backward, cause_of_loose, cause_of_loss, cause_of_scale

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from ...core.codes import Certainty
 from ...core.events.alarm_evidence import NOTHING, SAMPLES, BadOperation, BatchInputs
 from ...core.frames import Frame, FramePhase, Row
 from ...core.roles import RoleKind
 from ...core.values import NonFinite, name_of
-from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.replicas import page_of, peers
 from ..report.verdict import OverflowCause

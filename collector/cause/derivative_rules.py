@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ...core.verdicts import Certainty
+from ...core.codes import Certainty
 from ..report.verdict import OverflowCause
 
 _NODE = re.compile(r"(\w+?)Backward\d*")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...core.codes import Certainty
 from ...core.events.alarm_evidence import SAMPLES, BadOperation
 from ...core.text import joined
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
-from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues, odd_text

@@ -9,9 +9,9 @@ from pathlib import PurePath
 
 import msgspec
 
+from ...core.codes import Certainty
 from ...core.events.read_tensors import ScriptTensor
 from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
-from ...core.verdicts import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.log_traceback import is_of_script
 from ..facts.rank_facts import RankFacts

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from ...core.verdicts import Certainty
+from ...core.codes import Certainty
 from ..facts.diagnosis import number_text
 from ..facts.growth import ModuleGrowth, growth_of
 from ..facts.replicas import OddWeight, page_of

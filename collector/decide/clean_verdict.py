@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
 
-from ...core.errors import coded
+from ...core.codes import Certainty, VerdictKind, coded
 from ...core.frames import module_text
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import step_for_compiled, warning_text, whose, worst_first

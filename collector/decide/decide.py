@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from ...core.codes import Certainty, NodeBlame, VerdictKind
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
-from ...core.verdicts import Certainty, NodeBlame, VerdictKind
 from ...core.wire.batch_job import SchedulerJob, fill_command
 from ...core.wire.messages import AgentHello
 from ..ends.abort_verdict import abort_verdict, missed_init_verdict

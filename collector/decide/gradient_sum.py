@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.events.across_ranks import PassedTensor
 from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
-from ...core.verdicts import Certainty, VerdictKind
 from ..cause.cause_clues import CauseClues
 from ..cause.script_cause import cause_between
 from ..cause.training_cause import of_growth

@@ -10,9 +10,9 @@ import re
 
 from msgspec.structs import replace
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.gpu.counters import XIDS
 from ...core.known_errors import explain
-from ...core.verdicts import Certainty, VerdictKind
 from ..ends.kernel_kills import killed_step
 from ..facts.log_facts import LogFacts, LoggedXid, RaisedError
 from ..facts.words import first_line

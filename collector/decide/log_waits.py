@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.verdicts import Certainty, VerdictKind
+from ...core.codes import Certainty, VerdictKind
 from ..ends.hang_groups import LOOK_FOR_AN_IF, ODD_UNKNOWN
 from ..facts.log_facts import LogFacts, TimedOutWork
 from ..report.sentence_parts import grouped, ranks_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.verdicts import Certainty, VerdictKind
+from ...core.codes import Certainty, VerdictKind
 from ..facts.log_lines import LogLine
 from ..report.verdict import ConcurrentOrigin, Verdict
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.codes import Certainty
 from ...core.frames import FramePhase
 from ...core.judge import PageSoFar
 from ...core.roles import GRADIENTS, RoleKind, parse_role
-from ...core.verdicts import Certainty
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..report.verdict import Verdict

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from ...core.bad_values import NAMED_BY_SCRIPT
+from ...core.codes import Certainty
 from ...core.frames import FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
-from ...core.verdicts import Certainty
 from ..ends.missing_nodes import unheard_nodes
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.kept_pages import KeptPage

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.events.alarm_evidence import CaptureFile, SecondRun
 from ...core.events.run_position import RankEvent
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
-from ...core.verdicts import Certainty, VerdictKind
 from ..cause.backward_cause import bad_variable
 from ..cause.cause import cause_of
 from ..cause.cause_clues import CauseClues

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.errors import Code, coded
+from ...core.codes import Certainty, Code, VerdictKind, coded
 from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..report.preflight_table import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from operator import itemgetter
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.frames import module_text
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.recorder.group_table import members_of
 from ...core.recorder.operation_mismatch import standing_at
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import doing, first_line

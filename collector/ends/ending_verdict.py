@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.events.agent_events import WorkerExit
 from ...core.events.run_position import RunPosition
 from ...core.identity import is_rank, rank_name
@@ -11,7 +12,6 @@ from ...core.recorder.group_table import members_of
 from ...core.recorder.operation_mismatch import standing_at
 from ...core.recorder.stalls import is_users
 from ...core.text import size_text
-from ...core.verdicts import Certainty, VerdictKind
 from ..cause.script_cause import cause_of_crash
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts

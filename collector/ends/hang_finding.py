@@ -12,11 +12,11 @@ from typing import Literal
 
 from msgspec import structs
 
+from ...core.codes import Certainty
 from ...core.events.agent_events import RankLook, WorkerExit
 from ...core.recorder.operation_mismatch import standing_at
 from ...core.settings import OnHang
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
 from .hang_groups import COMPARE_LINES, IN_ORDER, ODD_UNKNOWN, absent, find_by_groups
 from .hang_model import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ...core.codes import Certainty
 from ...core.events.rank_standing import GroupState
 from ...core.recorder.group_table import RECENT
 from ...core.recorder.operation_mismatch import OperationMismatch, mismatch_of, standing_at
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
 from .hang_model import BACKWARD, HangFinding, RankPosition
 from .hang_places import IssuedPlaces, capital, lines_text, whereabouts, who_waits

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...core.codes import Certainty
 from ...core.events.agent_events import RankLook
 from ...core.events.rank_standing import GroupState, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.operation_mismatch import standing_at
 from ...core.recorder.stalls import is_users
-from ...core.verdicts import Certainty
 from ..facts.words import OUTSIDE, doing
 from .pending_operations import PendingOperation, is_pending, operation_at
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from ...core.codes import VerdictKind
 from ...core.events.agent_events import RankLook
 from ...core.recorder.operation_mismatch import standing_at
 from ...core.text import ranks_text
-from ...core.verdicts import VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing, first_line, whose

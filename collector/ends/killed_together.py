@@ -7,8 +7,8 @@ recorded as torchrun's.
 
 from __future__ import annotations
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.recorder.heard_signals import HEARD
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, doing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.verdicts import Certainty, VerdictKind
+from ...core.codes import Certainty, VerdictKind
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, progress_of
 from ..report.sentence_parts import ranks_text

@@ -10,10 +10,10 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.events.rank_standing import HeardSignal
 from ...core.events.script_events import ScriptError
 from ...core.recorder.stalls import is_users
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, whose

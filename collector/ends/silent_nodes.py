@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ...core.codes import Certainty
 from ...core.events.agent_events import RankLook
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty
 from .hang_model import HangFinding, position_of
 
 SILENT = "silent"

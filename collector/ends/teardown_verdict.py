@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...core.codes import Certainty, VerdictKind
 from ...core.events.script_events import GroupTeardown
 from ...core.identity import rank_name
 from ...core.text import ranks_text
-from ...core.verdicts import Certainty, VerdictKind
 from ..facts.rank_facts import RankFacts
 from ..facts.run_facts import RunFacts
 from ..facts.words import cascade_of, error_line, first_line, when_of, whose

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...core.codes import VerdictKind
 from ...core.text import size_text
-from ...core.verdicts import VerdictKind
 from .model import RunReport
 from .run_figures import FigureSeries, NodeFigures
 from .sentence_parts import share_text

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from ...core.codes import VerdictKind
 from ...core.events.node_events import GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ...core.verdicts import VerdictKind
 from .preflight_table import PreflightReport
 from .run_figures import ModuleForecast, ModuleHistory, ModulesByRanks, RunInsight, StepReport, TelemetryReport
 from .verdict import SeenIn, Verdict

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.errors import Code, coded
+from ...core.codes import Code, coded
 from ...core.events.own_limits import SELF_CHECK
 from ...core.frames import format_number, module_text
 from ...core.identity import rank_name

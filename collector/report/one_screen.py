@@ -1,6 +1,6 @@
 """The report on one screen: the verdict, and below it what bears out an answer of its kind, in at most 40 lines.
 
-SHOWN in core/verdicts.py has the sections of each kind. All of them are in the text of `gpuwatch report --all`, on the
+SHOWN in core/codes.py has the sections of each kind. All of them are in the text of `gpuwatch report --all`, on the
 page and in report.json.
 """
 
@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from ...core.codes import SHOWN, ReportSection, VerdictKind
 from ...core.identity import is_rank
-from ...core.verdicts import SHOWN, ReportSection, VerdictKind
 from .model import RunReport
 from .operation_line import evidence_lines
 from .report_sections import is_about_preflight, sections_of_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from ...core.errors import RANK_OVERFLOW
+from ...core.codes import RANK_OVERFLOW
 from ...core.signal_errors import from_outside
 from .model import RankReport
 

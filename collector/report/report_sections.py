@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...core.verdicts import ReportSection, VerdictKind
+from ...core.codes import ReportSection, VerdictKind
 from .model import RunReport
 from .notices_text import notice_lines, trouble_lines
 from .shared_lines import attempt_lines, earlier_lines

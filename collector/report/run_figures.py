@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...core.errors import Code
+from ...core.codes import Code
 
 
 class RankStepTotals(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ...core.errors import CODE
+from ...core.codes import CODE
 from ...core.events.rank_standing import ThreadSeen
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many

@@ -9,8 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.codes import ReportSection, VerdictKind
 from ...core.frames import Frame
-from ...core.verdicts import ReportSection, VerdictKind
 from .model import RankReport, RunReport
 from .notices_text import (
     PLAIN,

@@ -7,9 +7,8 @@ from typing import TypedDict
 import msgspec
 from msgspec.structs import force_setattr
 
-from ...core.errors import coded
+from ...core.codes import Certainty, VerdictKind, coded
 from ...core.events.alarm_evidence import BadOperation, CaptureFile, CauseTrial, OddSamples
-from ...core.verdicts import Certainty, VerdictKind
 
 
 class SeenIn(msgspec.Struct, frozen=True):

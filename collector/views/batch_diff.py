@@ -15,7 +15,8 @@ import msgspec
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.errors import Code, UsageError
+from ...core.codes import Code
+from ...core.errors import UsageError
 from ...core.frames import Frame, FramePhase, Row, RowKind, format_number, module_text
 from ...core.recorder.page_tables import whole
 from ...core.text import numbers_text, shown_name

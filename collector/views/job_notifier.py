@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...core.errors import Code, coded
+from ...core.codes import Code, coded
 from ...core.guest.threads import start_thread
 from ...core.secrets import masked_text
 from ...core.text import is_web_address

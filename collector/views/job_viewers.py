@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from msgspec import structs
 
-from ...core.errors import Code, UsageError
+from ...core.codes import Code, VerdictKind
+from ...core.errors import UsageError
 from ...core.guest.tell import tell as log
-from ...core.verdicts import VerdictKind
 from ...core.wire.beat import NodeBeat
 from ...core.wire.keys import KeyPair
 from ...core.wire.view import JobView, StacksView

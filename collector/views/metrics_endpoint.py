@@ -28,9 +28,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...core.errors import Code, UsageError
+from ...core.codes import Code, VerdictKind
+from ...core.errors import UsageError
 from ...core.guest.tell import tell
-from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, RankView, ViewStraggler
 from ..report.model import label_of
 from .publisher import PicturePace

@@ -15,12 +15,11 @@ from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from ...core.errors import RANK_OVERFLOW
+from ...core.codes import RANK_OVERFLOW, VerdictKind
 from ...core.frames import format_number
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
-from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, NodeView, RankView
 from ..report.rank_states import signal_name
 from ..report.sentence_parts import counted, elapsed_text

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import Code, UsageError
+from ..codes import Code
+from ..errors import UsageError
 from ..preflight import Grade, PreflightFinding
 from ..text import toml_of
 from .limits import CHECKS, DEFAULTS, LOADED_FACTS, CheckLimits, HealthCheck

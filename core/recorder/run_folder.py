@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import Code, coded
+from ..codes import Code, coded
 from ..guest.own_files import write_whole
 from ..host import boot_id, host_name, stat_fields
 from ..settings import WorkerSettings

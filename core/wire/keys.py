@@ -23,7 +23,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ..errors import Code, UsageError
+from ..codes import Code
+from ..errors import UsageError
 from ..guest.own_files import write_whole
 from ..settings import WorkerSettings
 from ..text import from_json, to_json

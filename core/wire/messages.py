@@ -12,12 +12,12 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from ..errors import Code, GpuwatchError
+from ..codes import Code, VerdictKind
+from ..errors import GpuwatchError
 from ..events.definitions import Definition
 from ..events.log_entries import Event
 from ..events.run_position import RankEvent
 from ..text import carried, given_back
-from ..verdicts import VerdictKind
 from .batch_job import SchedulerJob
 from .beat import NodeBeat
 

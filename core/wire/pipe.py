@@ -10,7 +10,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ..errors import Code
+from ..codes import Code
 from ..events.rank_standing import StackLine
 from ..settings import OnHang
 from ..text import from_json, to_json

@@ -16,7 +16,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import Code, GpuwatchError
+from ..codes import Code
+from ..errors import GpuwatchError
 from ..guest.own_files import read_regular
 from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
 

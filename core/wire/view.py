@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import Code, GpuwatchError
+from ..codes import Code
+from ..errors import GpuwatchError
 from ..events.agent_events import RankLook
 from .beat import HotModule
 

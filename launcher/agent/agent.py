@@ -27,7 +27,8 @@ import zmq
 from msgspec.structs import replace
 
 from ...core import host
-from ...core.errors import Code, ExitCode, GpuwatchError
+from ...core.codes import Code, ExitCode, VerdictKind
+from ...core.errors import GpuwatchError
 from ...core.events.agent_events import WorkerExit
 from ...core.events.alarms import Anomaly
 from ...core.events.log_entries import Event
@@ -45,7 +46,6 @@ from ...core.recorder.run_folder import (
     tell_unanswered,
 )
 from ...core.text import command_for, from_json
-from ...core.verdicts import VerdictKind
 from ...core.wire import messages, pipe
 from ...core.wire.beat import NodeBeat, closest_modules, pack_list
 from ...core.wire.keys import agent_name

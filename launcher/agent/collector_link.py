@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from ...core.errors import Code, coded
+from ...core.codes import Code, coded
 from ...core.wire import messages
 from ...core.wire.beat import NodeBeat
 from ...core.wire.pipe import AgentConfig, UserNotice

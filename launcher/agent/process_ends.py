@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ...core.errors import RANK_OVERFLOW, Code, coded
+from ...core.codes import RANK_OVERFLOW, Code, coded
 from ...core.events.alarms import Anomaly
 from ...core.frames import module_text
 from ...core.recorder.layout import file_name

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.errors import Code, ExitCode, coded
+from ...core.codes import Code, ExitCode, VerdictKind, coded
 from ...core.guest.tell import say
 from ...core.host import signal_at_parents_end
 from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
-from ...core.verdicts import VerdictKind
 from ...core.wire.keys import SECRET_VARIABLE
 from ...core.wire.pipe import JobResult
 from ..agent.process_ends import GRACE_S

@@ -28,7 +28,8 @@ import psutil
 from msgspec.structs import replace as with_fields
 
 from ...core import host
-from ...core.errors import Code, ExitCode, GpuwatchError, UsageError, coded
+from ...core.codes import Code, ExitCode, coded
+from ...core.errors import GpuwatchError, UsageError
 from ...core.guest.tell import tell
 from ...core.host import host_name
 from ...core.recorder.run_folder import JOIN_VARIABLE, write_settings

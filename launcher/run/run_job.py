@@ -13,7 +13,8 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
-from ...core.errors import Code, UsageError, coded
+from ...core.codes import Code, coded
+from ...core.errors import UsageError
 from ...core.guest.tell import say, tell
 from ...core.host import host_name, loopback
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.errors import Code, GpuwatchError
+from ...core.codes import Code
+from ...core.errors import GpuwatchError
 from ...core.guest.own_files import write_whole
 from ...core.text import from_json, to_json
 from ...core.wire.pipe import JobResult

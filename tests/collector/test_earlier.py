@@ -11,7 +11,7 @@ from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.run_files import RunPaths, earlier_lives, new_run
 from gpuwatch.collector.written_report import read_report
-from gpuwatch.core.verdicts import Certainty, VerdictKind
+from gpuwatch.core.codes import Certainty, VerdictKind
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (

@@ -17,7 +17,7 @@ from gpuwatch.collector.protocol import (
     RunProtocol,
 )
 from gpuwatch.collector.run_actions import FinishRun, LookAhead, NotifyUser, SendMessage, StoreMessage
-from gpuwatch.core.errors import Code
+from gpuwatch.core.codes import Code
 from gpuwatch.core.events.agent_events import RankLook, RankStall
 from gpuwatch.core.events.alarm_evidence import SECOND_RUN_S, CaptureFile, ForwardCaptured, SecondRun
 from gpuwatch.core.events.alarms import Anomaly

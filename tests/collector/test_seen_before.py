@@ -25,10 +25,10 @@ from gpuwatch.collector.run_files import (
     read_outcome,
     seen_before,
 )
+from gpuwatch.core.codes import Certainty, VerdictKind
 from gpuwatch.core.events.alarm_evidence import BadOperation, OperandNumbers
 from gpuwatch.core.events.script_events import ScriptError
 from gpuwatch.core.text import command_for
-from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.launcher.scheduler_job import SchedulerFacts
 from gpuwatch.launcher.slurm_variables import SLURM

@@ -21,7 +21,7 @@ from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.run_files import exit_code, new_run
 from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.wire.beat import NodeBeat
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (

@@ -6,9 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from gpuwatch.core.errors import Code, code_texts
+from gpuwatch.core.codes import Code, VerdictKind, code_texts
 from gpuwatch.core.preflight import PreflightFinding
-from gpuwatch.core.verdicts import VerdictKind
 from msgspec.structs import fields
 
 from ..parsed import nodes_of

@@ -1,7 +1,8 @@
 """What was meant by a word that was typed wrong."""
 
 import pytest
-from gpuwatch.core.errors import Code, UsageError
+from gpuwatch.core.codes import Code
+from gpuwatch.core.errors import UsageError
 from gpuwatch.core.misspelled import did_you_mean, expect_hyphens, meant_option, mistyped, with_hyphens
 
 OPTIONS = {"-m", "--module", "--nproc-per-node"}

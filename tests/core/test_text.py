@@ -7,6 +7,7 @@ import re
 
 import msgspec
 import pytest
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
 from gpuwatch.core.text import (
     MOST_OF_A_NAME,
@@ -21,7 +22,6 @@ from gpuwatch.core.text import (
     shown_name,
     to_json,
 )
-from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.messages import CollectorMessage, RunWelcome, decode_collector, encode
 from gpuwatch.core.wire.pipe import FromAgent, JobResult, ToAgent, WorkersStarted
 from hypothesis import example, given

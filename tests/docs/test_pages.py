@@ -21,8 +21,7 @@ from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport
 from gpuwatch.collector.report.verdict import Verdict
 from gpuwatch.collector.views.frame_export import ExportRow
-from gpuwatch.core.errors import ExitCode
-from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.codes import ExitCode, VerdictKind
 from gpuwatch.launcher.options import get_check_parser, get_parser, parse_run
 from gpuwatch.slurm.submission import take_apart
 from msgspec.structs import fields

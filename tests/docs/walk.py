@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from gpuwatch.core.errors import ExitCode
-from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.codes import ExitCode, VerdictKind
 
 from .walk_table import BEFORE, NOT_RUN, OPTIONAL
 

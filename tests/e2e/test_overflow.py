@@ -5,7 +5,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from gpuwatch.core.errors import RANK_OVERFLOW
+from gpuwatch.core.codes import RANK_OVERFLOW
 
 pytestmark = pytest.mark.sample(2, of="an overflow")  # of those without a mark of their own
 

@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.errors import Code, UsageError
+from gpuwatch.core.codes import Code
+from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher import expect
 from gpuwatch.launcher.expect import RANK_BYTES, expect_program, expect_room, expect_script, why_not_started
 from gpuwatch.launcher.options import get_parser

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gpuwatch.core.errors import ExitCode, UsageError
+from gpuwatch.core.codes import ExitCode
+from gpuwatch.core.errors import UsageError
 from gpuwatch.core.secrets import masked_command
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
 from gpuwatch.launcher.option_tables import worker_settings

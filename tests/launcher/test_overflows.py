@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.errors import RANK_OVERFLOW, ExitCode
+from gpuwatch.core.codes import RANK_OVERFLOW, ExitCode
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.run_position import RunPosition
 from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField, file_name, seal

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from gpuwatch.core.errors import ExitCode
+from gpuwatch.core.codes import ExitCode
 from gpuwatch.tests.peers.programs import KnownFault, PeerProgram
 
 PLACES = ("script",)
@@ -48,6 +49,7 @@ class EndedRun(NamedTuple):
     """What start.py wrote, a rank each."""
     report: dict[str, Any] | None
     log: str
+    seconds: float = 0.0
 
 
 class GradedRun(NamedTuple):
@@ -55,6 +57,8 @@ class GradedRun(NamedTuple):
     grade: PeerGrade
     said: str
     log: str = ""
+    seconds: tuple[float, float] | None = None
+    """From start to exit: without gpuwatch, and with it."""
 
     @property
     def line(self) -> str:
@@ -122,7 +126,10 @@ def text_of(verdict: dict[str, Any]) -> str:
 def table_of(found: Sequence[GradedRun]) -> str:
     """A row for each source, as docs/accuracy.md has it."""
     head = [grade.value for grade in PeerGrade]
-    lines = [f"| source | programs | {' | '.join(head)} |", f"|---|---|{'---|' * len(head)}"]
+    lines = [
+        f"| source | programs | {' | '.join(head)} | seconds, median: alone | watched |",
+        f"|---|---|{'---|' * (len(head) + 2)}",
+    ]
     for source in dict.fromkeys(graded.program.source for graded in found):
         of_it = [graded for graded in found if graded.program.source == source]
         lines.append(_row(source or "rewritten", of_it))
@@ -131,4 +138,6 @@ def table_of(found: Sequence[GradedRun]) -> str:
 
 def _row(name: str, graded: Sequence[GradedRun]) -> str:
     counted = Counter(each.grade for each in graded)
-    return f"| {name} | {len(graded)} | {' | '.join(str(counted[grade]) for grade in PeerGrade)} |"
+    timed = [each.seconds for each in graded if each.seconds is not None]
+    times = [f"{statistics.median(seconds):.1f}" for seconds in zip(*timed, strict=True)] or ["-", "-"]
+    return f"| {name} | {len(graded)} | {' | '.join([*(str(counted[grade]) for grade in PeerGrade), *times])} |"

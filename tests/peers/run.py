@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -33,7 +34,9 @@ WORDS = "WORDS"
 def run(program: PeerProgram, checkouts: dict[str, Path]) -> GradedRun:
     """Both runs of a program, one after the other, and the grade. The second is left out if the first fails."""
     alone = start(program, checkouts, ALONE)
-    return grade(program, alone, start(program, checkouts, LAUNCH) if alone.code == 0 else None)
+    watched = start(program, checkouts, LAUNCH) if alone.code == 0 else None
+    graded = grade(program, alone, watched)
+    return graded._replace(seconds=(alone.seconds, watched.seconds)) if watched is not None else graded
 
 
 def start(program: PeerProgram, checkouts: dict[str, Path], how: Sequence[str]) -> EndedRun:
@@ -54,6 +57,7 @@ def start(program: PeerProgram, checkouts: dict[str, Path], how: Sequence[str]) 
         runs = ("--runs-dir", str(scratch / "runs")) if how is LAUNCH else ()
         ranks = ("--standalone", "--nproc-per-node", str(program.nproc))
         args = [str(written_words(scratch)) if arg == WORDS else arg for arg in program.args]
+        began = time.monotonic()
         ended = subprocess.run(
             [sys.executable, *how, *runs, *ranks, str(HERE / "start.py"), str(path), *args],
             cwd=folder,
@@ -64,12 +68,14 @@ def start(program: PeerProgram, checkouts: dict[str, Path], how: Sequence[str]) 
             errors="replace",
             timeout=TIMEOUT_S,
         )
+        seconds = time.monotonic() - began
         reports = list(scratch.glob("runs/*-*/report.json"))
         return EndedRun(
             ended.returncode,
             [json.loads(each.read_text()) for each in sorted(scratch.glob("record.*"))],
             json.loads(reports[0].read_text()) if reports else None,
             f"{ended.stdout[-1500:]}\n{ended.stderr[-3000:]}",
+            seconds,
         )
 
 

@@ -96,14 +96,16 @@ def test_a_program_that_fails_without_gpuwatch_is_not_run():
     assert grade(LOG, EndedRun(0, [RECORD], None, ""), EndedRun(1, [], None, "")).grade is PeerGrade.WRONG
 
 
-def test_the_table_counts_each_program_once():
+def test_the_table_counts_each_program_once_and_has_the_median_seconds():
     alone = EndedRun(0, [RECORD], None, "")
     clean = EndedRun(0, [RECORD], {"verdict": CLEAN, "insights": []}, "")
     found = [grade(program, alone, clean) for program in (HEALTHY[0], SILENT[0], LOG)]
+    found = [*(graded._replace(seconds=(at, at + 2.04)) for at, graded in enumerate(found[:2], 3)), found[2]]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table_of(found).splitlines()]
 
     assert rows[-1][:2] == ["**all**", "3"]
-    assert [sum(map(int, row[2:])) for row in rows[2:]] == [int(row[1]) for row in rows[2:]]
+    assert [row[-2:] for row in rows[2:]] == [["3.5", "5.5"], ["-", "-"], ["3.5", "5.5"]]
+    assert [sum(map(int, row[2:-2])) for row in rows[2:]] == [int(row[1]) for row in rows[2:]]
 
 
 def test_of_a_loss_that_has_returned_the_division_is_proved(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.report.verdict import Verdict
-from gpuwatch.core.verdicts import Certainty, VerdictKind
+from gpuwatch.core.codes import Certainty, VerdictKind
 
 from .oracle import Oracle
 from .schedule import AROUND, AT_THE_START, HARMLESS, IN_A_CALL, Schedule, is_drawn

@@ -13,8 +13,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.verdict import Verdict
+from gpuwatch.core.codes import Certainty, VerdictKind
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.slurm.sbatch import JobTask, LocalSlurm, exit_code_of, read_tasks
 from gpuwatch.slurm.submission import JobFollower
 from msgspec.structs import replace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from gpuwatch.collector.assemble.insights import find_insights
-from gpuwatch.core.errors import Code
+from gpuwatch.core.codes import Code
 from torch import nn
 
 BATCHES = 20

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.errors import RANK_OVERFLOW
+from gpuwatch.core.codes import RANK_OVERFLOW
 
 pytestmark = pytest.mark.quick_here(6)
 

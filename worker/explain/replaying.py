@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import ExitCode
+from ...core.codes import ExitCode
 from ...core.guest.own_imports import path_as_given
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ...core.errors import Code, coded
+from ...core.codes import Code, coded
 from ...core.events.own_limits import WatchChoice, choice_text
 from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.events.own_limits import OwnFault
 from ...core.events.preflight_events import (
     BandwidthRows,

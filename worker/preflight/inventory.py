@@ -23,7 +23,7 @@ import psutil
 import torch
 from msgspec.structs import replace
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.gpu.health_grades import STAGE, grade_answer, load_thresholds
 from ...core.gpu.limits import LOADED_FACTS
 from ...core.gpu.nvml_child import GpuReading, ask_nvml

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ...core.errors import Code
+from ...core.codes import Code
 from ...core.gpu.counters import gpu_of_rank
 from ...core.identity import RankIdentity, is_peer_failure
 from ...core.known_errors import explain

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ...core.errors import Code, ExitCode, coded
+from ...core.codes import Code, ExitCode, coded
 from ...core.events.own_limits import OwnFault
 from ...core.events.preflight_events import PreflightBegan, PreflightResult, RankOutcome
 from ...core.guest.own_imports import own_command

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
 
-from ...core.errors import Code, ExitCode, OverflowDetected, coded
+from ...core.codes import Code, ExitCode, coded
+from ...core.errors import OverflowDetected
 from ...core.events.alarms import Anomaly, LedNowhere, ScalerSkip
 from ...core.events.looked_again import LookedAgain, OptimizerStep
 from ...core.events.own_limits import SELF_CHECK, OwnFault

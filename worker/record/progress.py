@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.errors import Code, coded
+from ...core.codes import Code, coded
 from ...core.events.own_limits import CompiledUnseen, OwnFault, WatchChoice
 from ...core.events.run_position import RunPosition
 from ...core.events.script_events import GroupTeardown, MeshCoordinates

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ....core.codes import VerdictKind
 from ....core.frames import LOSS_MODULE
 from ....core.recorder.stalls import is_users
 from ....core.text import ranks_text
 from ....core.values import headroom
-from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
 from ..model import RankReport, RunReport
 from ..notices_text import stage_rows

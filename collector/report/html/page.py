@@ -16,11 +16,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
-from ....core.errors import CODE, CodeText, code_texts, coded
+from ....core.codes import CODE, CodeText, ReportSection, VerdictKind, code_texts, coded
 from ....core.frames import Row, RowKind, format_number
 from ....core.signal_errors import from_outside
 from ....core.text import numbers_text
-from ....core.verdicts import ReportSection, VerdictKind
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..operation_line import operation_in

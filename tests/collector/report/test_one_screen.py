@@ -12,10 +12,10 @@ from gpuwatch.collector.report.one_screen import MOST_LINES, screen_text
 from gpuwatch.collector.report.run_figures import RunInsight
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report.verdict import ConcurrentOrigin
+from gpuwatch.core.codes import SHOWN, VerdictKind
 from gpuwatch.core.events.agent_events import RankLook, WorkerExit
 from gpuwatch.core.events.own_limits import OwnFault
 from gpuwatch.core.events.rank_standing import StackLine
-from gpuwatch.core.verdicts import SHOWN, VerdictKind
 from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 LAST = "report: /home/me/gpuwatch-runs/20261126-035840-4b27/report.json\nas a page: /home/me/report.html"

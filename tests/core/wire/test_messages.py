@@ -5,6 +5,7 @@ from typing import get_args
 
 import msgspec
 import pytest
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.events.across_ranks import PassedTensor, ReplicaHashes
 from gpuwatch.core.events.agent_events import (
     LimitForecast,
@@ -71,7 +72,6 @@ from gpuwatch.core.events.script_events import (
     ScriptExit,
 )
 from gpuwatch.core.preflight import BandwidthRow
-from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import messages
 from gpuwatch.core.wire.batch_job import SchedulerJob
 from gpuwatch.core.wire.beat import NodeBeat, RankState

@@ -7,8 +7,8 @@ from typing import get_args
 
 import msgspec
 import pytest
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.text import from_json
-from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import pipe
 from gpuwatch.core.wire.messages import AgentHello, StopRanks
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.events.agent_events import WorkerExit
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.run_position import RunPosition
-from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.messages import (
     VERDICT_PATIENCE_S,
     AgentHello,

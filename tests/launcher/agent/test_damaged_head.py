@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.errors import ExitCode
+from gpuwatch.core.codes import ExitCode
 from gpuwatch.core.events.alarms import Anomaly
 from gpuwatch.core.events.definitions import ModuleDef, RootDef, SlotDef
 from gpuwatch.core.events.run_position import RunPosition

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.verdicts import VerdictKind
+from gpuwatch.core.codes import VerdictKind
 from gpuwatch.core.wire.pipe import JobResult
 from gpuwatch.launcher.run import tasks as module
 from gpuwatch.launcher.run.tasks import HostTasks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.collector.assemble.insights import find_insights
-from gpuwatch.core.errors import Code
+from gpuwatch.core.codes import Code
 from gpuwatch.core.recorder.gradient_stops import FEWEST_BATCHES
 from torch import nn
 from torch.nn import functional

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.events.preflight_events import RankOutcome
 from ....core.preflight import PreflightFinding, Subject
 from ....core.settings import WorkerSettings

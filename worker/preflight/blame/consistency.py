@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from .host_setups import (
     Facts,

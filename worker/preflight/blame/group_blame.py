@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import RankStepReport

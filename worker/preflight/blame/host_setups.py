@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
 

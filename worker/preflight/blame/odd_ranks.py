@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.preflight import BandwidthRow, Grade, PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import ComputeResult, LinkSpeed, RankMeasurements

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from ....core.errors import Code
+from ....core.codes import Code
 from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import PairResult
