@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..core.guest.tell import tell
 from ..core.signal_errors import from_outside
 from .rank_process import note_in, wait_for_call
+from .record.names import parts_of
 from .session import current_hooks, is_device_error, wait_for_device
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def forked(reference: weakref.ref[ModuleHooks]) -> None:
         return
     _, of = watching[hooks]
     model = of() if of is not None else None
-    parts = set(model.modules()) if model is not None else None
+    parts = set(parts_of(model)) if model is not None else None
     wait_for_call(
         note_in(hooks.progress.fields),
         lambda: watching_hooks() is not None,

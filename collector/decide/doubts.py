@@ -27,14 +27,13 @@ def doubts_about(rank: RankFacts) -> list[str]:
             if fault.where.page >= 0
             else "before its first batch, or at an unknown time"
         )
-        failed.append(f"{fault.part} failed {since} ({fault.message})")
+        failed.append(f"a part of gpuwatch failed {since} ({fault.part}: {fault.message})")
     if rank.lost_faults:
-        failed.append(f"parts failed {counted(rank.lost_faults, 'time')} more; its log had no room to record where")
+        failed.append(
+            f"parts of gpuwatch failed {counted(rank.lost_faults, 'time')} more; its log had no room to record where"
+        )
     return [
-        *(
-            f"rank {rank.rank}: gpuwatch's own {text}: the value may have been made in what was not recorded since"
-            for text in failed
-        ),
+        *(f"rank {rank.rank}: {text}: the value may have been made in what was not recorded since" for text in failed),
         *_unrecorded(rank, last),
     ]
 

@@ -150,10 +150,11 @@ numbers come late. A script made this page from those runs: `python tests/scenar
 | median | {_at(seconds, 0.5)} |
 | 99th percentile | {_at(seconds, 0.99)} |
 
-The report waits for the ranks to end, so most of that time is torchrun stopping them.
+The report waits for the ranks to end, so most of that time is torchrun stopping them. What watching costs a step:
+[cost.md](cost.md).
 
 What the same checks say of sixty architectures that nobody here wrote: [architectures.md](architectures.md). What
-watching costs: [cost.md](cost.md). What gpuwatch cannot tell: [limits.md](limits.md).
+gpuwatch cannot tell: [limits.md](limits.md).
 
 The scenarios with an honest answer of `supported` or `unknown`: {_open(figures)}. Their scripts and truths are in
 `tests/scenarios`. CI runs a sample of them, and `make soak` runs all. This page is of {date.today().isoformat()}, torch

@@ -21,7 +21,7 @@ from ...core.frames import Row, RowKind
 from ...core.roles import RoleKind, parse_role
 from ..device.device import without_modes
 from ..hooks.accumulated_gradients import put_first
-from ..record.names import outputs_of
+from ..record.names import outputs_of, parameters_of
 from .backward_watch import BackwardWatch
 from .forward_thread import ForwardTarget, ForwardThread, random_numbers, same_numbers
 from .operands import numbers_of
@@ -104,7 +104,7 @@ class BackwardThread(ForwardThread):
                     put_first(leaf.register_hook(partial(_given_instead, gradient)))  # type: ignore[no-untyped-call]  # torch has no annotation
                 if parameter is not None:
                     inputs.insert(0, parameter)
-                inputs += [each for each in self._module.parameters() if each.requires_grad and each is not parameter]
+                inputs += [each for each in parameters_of(self._module) if each.requires_grad and each is not parameter]
                 before = random_numbers()
                 found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
                 if _drawn() != drawn or not same_numbers(before, random_numbers()):

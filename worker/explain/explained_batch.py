@@ -24,7 +24,7 @@ from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.names import walk
+from ..record.names import parameters_of, walk
 from .backward_watch import BackwardWatch, running_node
 from .operands import operation_name
 from .operation_watch import MadeValue, foreign_class
@@ -148,7 +148,7 @@ class ExplainedBatch:
     def _keep_gradients(self, module: nn.Module) -> None:
         """Keep this rank's own gradients. DDP, and hooks of other libraries, write over them after these hooks."""
         self._summands.is_on = ranks() > 1
-        for parameter in module.parameters() if self._summands.is_on else ():
+        for parameter in parameters_of(module) if self._summands.is_on else ():
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]  # likewise
                 put_first(handle)

@@ -31,7 +31,7 @@ from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
 from ..device.device import without_modes
 from ..hooks.global_hooks import without_any_of_ours
-from ..record.names import inputs_of, outputs_of, unwrap, walk
+from ..record.names import inputs_of, outputs_of, parts_of, unwrap, walk
 from .code_place import CodePlace, call_site
 from .operation_watch import OperationWatch, SecondRunStopped
 
@@ -203,7 +203,7 @@ class _KeptState:
         self._of_python = random.getstate()
         self._of_numpy = self._numpy.random.get_state() if self._numpy is not None else None
         self._of_torch = random_numbers()
-        holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
+        holders = [table for part in parts_of(module) for table in (vars(part), part._buffers, part._modules)]
         self._tables = [(table, dict(table)) for table in holders]
         self._fast = torch.backends.mha.get_fastpath_enabled()
         self._warnings = warnings.catch_warnings()

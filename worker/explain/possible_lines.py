@@ -22,7 +22,7 @@ from ...core.events.alarm_evidence import PossibleLine
 from ...core.frames import Frame, FramePhase, Row, RowKind, RowMark
 from ...core.roles import RoleKind
 from ...core.values import NonFinite
-from ..record.names import inputs_of, outputs_of
+from ..record.names import inputs_of, outputs_of, parts_of
 from .code_place import CallSite, CodePlace
 from .forward_thread import ForwardTarget, ForwardThread
 from .operands import has_numbers, numbers_of, operation_name, plain_numbers, written_by
@@ -154,7 +154,7 @@ class LineageWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch ha
 
     def holds(self, module: nn.Module) -> None:
         """Note what a module and those in it hold before the run."""
-        for part in module.modules():
+        for part in parts_of(module):
             for found, table in (
                 (self._weights, part._parameters),
                 (self._weights, part._buffers),
@@ -212,7 +212,7 @@ class LineThread(ForwardThread):
         self._lineage.holds(self._module)
         self._handed(self._module, self._args, self._kwargs)  # its own hooks do not run
         try:
-            for part in self._module.modules():
+            for part in parts_of(self._module):
                 handles.append(nn.Module.register_forward_pre_hook(part, self._handed, with_kwargs=True))
                 handles.append(nn.Module.register_forward_hook(part, self._returned, prepend=True))
             output = getattr(self._module, self._method)(*self._args, **self._kwargs)

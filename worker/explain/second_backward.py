@@ -31,7 +31,7 @@ from ..hooks.backward import BackwardHooks
 from ..record.autograd_graph import next_node
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.names import unwrap, walk
+from ..record.names import buffers_of, parameters_of, parts_of, unwrap, walk
 from ..record.plain_tensor import version_of
 from .backward_thread import BackwardTarget, BackwardThread, places_of
 from .backward_watch import BackwardWatch, running_node
@@ -124,7 +124,7 @@ class SecondBackward:
         returned: list[Row] = next((each.outputs for each in frames if each.parent is None and each.outputs), [])
         self._target = BackwardTarget(unwrap(named), bad.row, places, given, returned)
         run = unwrap(root)
-        self._versions = [(each, version_of(each)) for each in (*run.parameters(), *nn.Module.buffers(run))]
+        self._versions = [(each, version_of(each)) for each in (*parameters_of(run), *buffers_of(run))]
         return ""
 
     def may_run_within(self) -> bool:
@@ -154,7 +154,7 @@ class SecondBackward:
         """Run it. `run_once` runs a thread, and puts back what it has changed."""
         target = self._target
         assert target is not None
-        parts = list(module.modules())
+        parts = list(parts_of(module))
         if any(part._backward_hooks or part._backward_pre_hooks for part in parts) or _has_global_hooks():
             return BackwardResult(None, "the script has hooks on the backward of modules, which would run again")
         if not any(part is target.module for part in parts):
@@ -165,7 +165,7 @@ class SecondBackward:
         watch.tries = True
         thread = BackwardThread(module, call.method, target, *inputs, watch)
         go = partial(run_once, thread, watch, contexts)
-        _with_notes(partial(_without_hooks, [*module.parameters()], go))
+        _with_notes(partial(_without_hooks, [*parameters_of(module)], go))
         why = thread.why
         if watch.changed or watch.has_changed(_tensors(inputs)):
             why = why or "its call changes an input or a buffer in place"

@@ -40,7 +40,7 @@ from ..record.autograd_graph import AutogradGraph, GraphCalls, running_engine
 from ..record.bad_elements import KeptSummands, pattern_of
 from ..record.float_formats import FLOATS
 from ..record.held_alarms import NonFiniteRow
-from ..record.names import class_of
+from ..record.names import buffers_of, class_of, parameters_of
 from ..record.plain_tensor import version_of
 from ..record.root_tensors import RootTensors
 from ..record.roots import is_released, shards_of
@@ -356,8 +356,8 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
     """nan or +inf in attributes of all modules. A -inf belongs to a mask, a single inf is a bound or a start value."""
-    # DDP lists parameters in an attribute; megatron-core's has a list by the name of `buffers`
-    own = {id(each) for each in chain(root.parameters(), nn.Module.buffers(root))}
+    # DDP lists parameters in an attribute
+    own = {id(each) for each in chain(parameters_of(root), buffers_of(root))}
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
         found = _found(tensor) if id(tensor) not in own else ""
         if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):

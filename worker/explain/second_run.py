@@ -35,7 +35,7 @@ from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.names import inputs_of, unwrap
+from ..record.names import inputs_of, parts_of, unwrap
 from ..record.plain_tensor import version_of
 from ..record.raised_overflow import ends_by_another_watch
 from ..record.roots import ModuleInfo
@@ -238,7 +238,7 @@ class SecondRuns:
             return
         named = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)[1]
         target, run = unwrap(named) if named is not None else None, unwrap(module)
-        if target is None or not any(part is target for part in run.modules()):
+        if target is None or not any(part is target for part in parts_of(run)):
             return
         if run is target and bad.row.role_kind is not RoleKind.OUTPUT and call.method == "forward":
             return

@@ -26,7 +26,7 @@ from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.frame_writer import FrameWriter
 from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
-from ..record.names import OUTPUTS, outputs_of
+from ..record.names import OUTPUTS, outputs_of, parameters_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.skipped_rows import SkippedRows
 from .accumulated_gradients import is_offloaded, put_first
@@ -209,7 +209,7 @@ class BackwardHooks(GradientFrames):
         first = self._firsts.get(root.id)
         if first is None:
             module = root.ref()
-            parameters = module.parameters() if module is not None else iter(())
+            parameters = parameters_of(module) if module is not None else iter(())
             found = next((each for each in parameters if each.requires_grad), parameter)
             first = self._firsts[root.id] = weakref.ref(found)
         return first() is parameter

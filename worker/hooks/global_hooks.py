@@ -25,7 +25,7 @@ from ...core.recorder.layout import NOTHING, HeadField
 from ...core.signal_errors import then_put_back
 from ..patches import PatchLedger
 from ..record.autograd_graph import GraphCalls
-from ..record.names import CALL
+from ..record.names import CALL, parameters_of, parts_of
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RootInfo, is_in_parts
 
@@ -97,11 +97,11 @@ class RunningCalls:
         known = self._sharded.get(root.id)
         if known is None:
             module = root.ref()
-            parts = module.modules() if module is not None else ()
+            parts = parts_of(module) if module is not None else ()
             # by name: nothing of torch.distributed is imported that the script does not use
             classes = {cls.__name__ for part in parts for cls in type(part).__mro__}
             known = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
-            known = known or (module is not None and any(map(is_in_parts, module.parameters())))
+            known = known or (module is not None and any(map(is_in_parts, parameters_of(module))))
             self._sharded[root.id] = known
         return known
 

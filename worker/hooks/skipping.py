@@ -21,7 +21,7 @@ from ...core.text import joined
 from ..compile.region_parts import is_a_backward
 from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
-from ..record.names import class_of, unwrap
+from ..record.names import class_of, parts_of, unwrap
 from ..record.roots import RootInfo
 from ..record.skipped_rows import SkippedRows
 
@@ -43,9 +43,9 @@ class BatchSkipping:
 
     def __post_init__(self, only: torch.nn.Module | None) -> None:
         self._progress = self._frames.progress
-        self._only = frozenset(map(id, only.modules())) if only is not None else None
+        self._only = frozenset(map(id, parts_of(only))) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
-        self.classes = {class_of(part) for part in only.modules()} if only is not None else set()
+        self.classes = {class_of(part) for part in parts_of(only)} if only is not None else set()
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._patterns = list(settings.modules)

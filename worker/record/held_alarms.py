@@ -28,6 +28,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group
 from ...core.signal_errors import suppress_own
 from ..patches import PatchLedger
+from .names import parameters_of
 from .progress import RunProgress
 from .roots import ModuleInfo, RankRoots, has_any
 
@@ -78,7 +79,7 @@ class TrainedModules:
         if key not in self._apart:
             held = self._held()
             # a module that is gone has never had a gradient
-            if held and (module is None or not any(id(each) in held for each in module.parameters())):
+            if held and (module is None or not any(id(each) in held for each in parameters_of(module))):
                 self._apart[key] = weakref.ref(module) if module is not None else None
         return key in self._apart
 

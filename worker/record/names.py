@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # `Module.__call__` leads here, but for a module whose `compile()` was called (module.py, _wrapped_call_impl)
 CALL = torch.nn.Module._call_impl.__code__
 """The code object of every module call. A stack frame with this code is a module call."""
+
+_T = TypeVar("_T")
 
 # Class name of a wrapper -> name of the child that it wraps. By name, so that nothing has to be imported.
 WRAPPED_CHILD = {
@@ -89,6 +91,34 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             child_path = name if child is inner else f"{name}.{child_name}" if name else child_name
             children.append((child_path, child))
         stack.extend(reversed(children))
+
+
+# A script's module may have an attribute by the name of a method: `self.parameters = {...}` hides `parameters()`.
+
+
+def parts_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Every module under `root`, itself included, once: as `root.modules()`."""
+    for _, part in walk(root):
+        yield part
+
+
+def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Every parameter of every module under `root`, once: as `root.parameters()`."""
+    return _each_once(part._parameters for part in parts_of(root))
+
+
+def buffers_of(root: nn.Module) -> Iterator[torch.Tensor]:
+    """Every buffer of every module under `root`, once: as `root.buffers()`."""
+    return _each_once(part._buffers for part in parts_of(root))
+
+
+def _each_once(tables: Iterable[Mapping[str, _T | None]]) -> Iterator[_T]:
+    seen: set[int] = set()
+    for table in tables:
+        for tensor in list(table.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
 
 
 # Which modules are watched, and which rows are ignored, by shell patterns on their names.

@@ -277,7 +277,7 @@ def _entries(module: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     parts = list(walk(module))
     # FSDP1 gives each rank another part of a weight: its hashes differ on healthy ranks
-    sharded = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
+    sharded = any(type(part).__name__ == "FullyShardedDataParallel" for _, part in parts)
     for path, part in parts:
         for kind, name, tensor in _held_by(part, with_weights=not sharded):
             place = place_of(tensor) if tensor is not None else None

@@ -16,7 +16,7 @@ from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events.definitions import ModuleDef, RootDef
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.roles import RoleKind, parse_role, role_of_parameter
-from .names import ModuleSelection, class_of, unwrap, walk, wrapped_child
+from .names import ModuleSelection, class_of, parts_of, unwrap, walk, wrapped_child
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +50,7 @@ def shards_of(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, 
     Within a forward the module holds the whole parameter. The module that FSDP was applied to holds the shard, in
     internals of torch 2.6 to 2.13. If one of these is missing, the shards are unknown.
     """
-    for holder in root.modules() if root is not None else ():
+    for holder in parts_of(root) if root is not None else ():
         of_holder: Any = getattr(holder, "_get_fsdp_state", None)
         state = of_holder() if callable(of_holder) else None
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13: one for each mesh

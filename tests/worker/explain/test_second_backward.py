@@ -118,11 +118,15 @@ def test_a_backward_without_a_step(watch):
     assert ran(watched).operation.line == line_of("fault")
 
 
-def test_a_model_whose_attribute_hides_the_method_buffers(watch):
-    """As in megatron-core's DistributedDataParallel, which keeps a list of its buffers of gradients there."""
+@pytest.mark.parametrize("method", ["buffers", "modules", "parameters"])
+def test_a_model_whose_attribute_hides_a_method(watch, method):
+    """As in megatron-core's DistributedDataParallel, which keeps a list of its buffers of gradients as `buffers`."""
     watched, net = watch(on_overflow="abort"), Net()
-    net.buffers = []
-    step(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    setattr(net, method, [])
+    with pytest.raises(OverflowDetected):
+        net(rows()).sum().backward()
+        optimizer.step()
     assert ran(watched).operation.line == line_of("fault")
 
 
