@@ -124,6 +124,8 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/slurm.md", "sbatch *", CLUSTER),
     ("docs/slurm.md", "gpuwatch check --slurm *", CLUSTER),
     ("docs/slurm.md", "- Drain it*", CLUSTER),
+    ("README.md", "gpuwatch diff *", "the latest run may be of one rank: docs/report.md has one of two"),
+    ("README.md", "gpuwatch stacks", "needs a job that runs: docs/top.md has one"),
     ("docs/symptoms.md", "gpuwatch stacks", "needs a job that runs: docs/top.md has one"),
     ("docs/symptoms.md", "gpuwatch top", SCREEN),
     ("docs/telemetry.md", "Node telemetry*", GPU),
