@@ -91,6 +91,18 @@ def faults_of(programs: Path, folder: Path) -> list[str]:
     return found
 
 
+def on_path() -> list[str]:
+    """Those that start: a shim of pyenv stands for each release that it has, and runs the chosen ones alone."""
+    found = [path for name in PYTHONS if (path := shutil.which(name))]
+    runs = [path for path in found if not subprocess.run([path, "--version"], capture_output=True).returncode]
+    for path in found:
+        if path not in runs:
+            print(f"{path} does not start: left out")
+    if not runs:
+        sys.exit("expected a Python from 3.10 to 3.14 on PATH, found none that starts; name it with --python PROGRAM")
+    return runs
+
+
 def main() -> None:
     """Build, install, run, for each Python."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,7 +112,7 @@ def main() -> None:
     parser.add_argument("--torch", default=pinned.removeprefix("torch=="), help="its release (%(default)s)")
     parser.add_argument("--packages", default="", metavar="DIR", help="site-packages to take all others from")
     args = parser.parse_args()
-    pythons = args.python or ([sys.executable] if args.wheel else [name for name in PYTHONS if shutil.which(name)])
+    pythons = args.python or ([sys.executable] if args.wheel else on_path())
     failed = False
     for given in pythons:
         python = str(Path.cwd() / (shutil.which(given) or given))  # a virtual environment's is a link: not resolved

@@ -197,8 +197,10 @@ def collect(
     gpuwatch collect --nodes 2 --rdzv-id 17 --secret-file secret
     """
     from ..collector.__main__ import collect as collect_by_hand
+    from ..launcher.options import expect_known_variables
     from ..launcher.plan import job_secret
 
+    expect_known_variables()
     if not bind.startswith("tcp://"):
         raise UsageError(Code.WRONG_VALUE, f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
     secret = job_secret(secret_file, rdzv_id, local=False)

@@ -80,7 +80,7 @@ def submit_job(arguments: list[str], verb: Verb) -> int:
     if submission.print_only and verb == "launch" and not arguments_of(submission):
         click.echo(render(BatchScript()), nl=False)
         return 0
-    _check(parser, submission, verb)
+    _check(submission, verb)
     by_default = not submission.runs_dir
     submission.runs_dir = submission.runs_dir or saved_runs_dir()
     runs_dir = Path(submission.runs_dir)
@@ -119,18 +119,17 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
     return LaunchOptions(with_value, frozenset(name for name, _ in names) - with_value)
 
 
-def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Verb) -> None:
+def _check(submission: SbatchCommand, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
     from ..launcher.expect import expect_script
-    from ..launcher.options import check_together
+    from ..launcher.options import parse_check, parse_launch
 
     if verb == "launch" and not submission.script:
         raise UsageError(Code.NO_SCRIPT, "expected a script to run, found none: gpuwatch submit [options] train.py")
-    args = parser.parse_args(arguments_of(submission))
-    if verb == "launch":
-        check_together(args)
-        if submission.value("chdir") is None:  # relative to a folder that may be on the nodes only
-            expect_script(args)
+    parse = parse_launch if verb == "launch" else parse_check  # with the variables: sbatch hands them on
+    args = parse(arguments_of(submission))
+    if verb == "launch" and submission.value("chdir") is None:  # relative to a folder that may be on the nodes only
+        expect_script(args)
 
 
 def _program(submission: SbatchCommand) -> tuple[str, ...]:

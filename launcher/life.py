@@ -110,7 +110,7 @@ class JobTerms:
             runs_dir=str(Path(args.runs_dir).absolute()),
             rdzv_id=self.plan.job,
             max_frames=args.max_frames,
-            run_name=args.run_name or "",
+            run_name=args.run_name or (self.job.new_run_name if self.job is not None else ""),
             on_hang=args.on_hang,
             ends_at_overflow=getattr(args, "on_overflow", "") == "abort",
             fallback=str(scratch / RESCUED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..core.codes import Code
@@ -20,7 +21,7 @@ from .option_tables import (
     options_of_workers,
 )
 from .option_types import torchrun_parser
-from .saved_settings import parse_with_saved
+from .saved_settings import parse_with_saved, unknown_variables
 from .sentence_parser import CheckParser, SentenceParser, add_group
 
 _PATIENCE_S = 120.0
@@ -118,6 +119,11 @@ def _known() -> set[str]:
     of_workers = map(options_of_workers, ("watching", "preflight", "failure"))
     tables = (*of_workers, AGENT_OPTIONS, *LAST_OPTIONS, LAUNCH_OPTIONS, CHECK_OPTIONS, RUN_OPTIONS)
     return {name[2:] for table in tables for name in table}
+
+
+def expect_known_variables() -> None:
+    """For a command that reads a few of them itself. Raises UsageError for one that is typed wrong."""
+    unknown_variables(_known(), os.environ)
 
 
 def parse_run(arguments: list[str]) -> argparse.Namespace:

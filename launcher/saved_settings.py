@@ -48,7 +48,7 @@ def parse_with_saved(
     """
     parser = make_parser()
     own = _own_options(parser)
-    unknown = _unknown_variables(known, os.environ)
+    unknown = unknown_variables(known, os.environ)
     saved = _saved_options(own, parser.prog.split()[-1], known, os.environ)
     if _is_asked(arguments):
         line = [*arguments, *([] if parser.prog.endswith("check") else ["-"])]  # there may be no script
@@ -147,7 +147,7 @@ def _variable(option: str) -> str:
     return _PREFIX + option.upper().replace("-", "_")
 
 
-def _unknown_variables(known: Collection[str], environ: Mapping[str, str]) -> list[str]:
+def unknown_variables(known: Collection[str], environ: Mapping[str, str]) -> list[str]:
     """Those with gpuwatch's prefix that it does not read. Raises UsageError for one that is like one that it does."""
     words = [*(_variable(option).removeprefix(_PREFIX) for option in known), *_NO_OPTIONS]
     unknown = [name for name in sorted(environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in words]

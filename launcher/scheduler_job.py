@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ..core.codes import Code
 from ..core.errors import UsageError
+from ..core.recorder.run_folder import new_name_in_job
 from ..core.wire.batch_job import SchedulerJob
 from .option_types import is_number, is_port, parse_nnodes
 
@@ -96,11 +97,22 @@ class SchedulerFacts:
     """When the time limit is reached, in seconds since 1970."""
     tasks_here: int = 1
     """How many tasks run on this node."""
+    array_task: str = ""
+    """`18_3`: what users call the job, if it is a task of an array."""
+    restart: int = 0
+    """How often the job was requeued."""
 
     @property
     def name(self) -> str:
         """`SLURM job 17`, for a sentence."""
         return f"{self.scheduler.words.scheduler} job {self.job_id}" if self.scheduler is not None else "this job"
+
+    @property
+    def new_run_name(self) -> str:
+        """That of a run to which nobody gave a name: it is found by the job's number; "" where there is none."""
+        if self.scheduler is None or self.job_id is None:
+            return ""
+        return new_name_in_job(self.scheduler.words.scheduler, self.array_task or self.job_id, self.restart)
 
     @property
     def nnodes(self) -> str | None:

@@ -113,6 +113,8 @@ def _devices(text: str) -> int:
 _VARIABLES = {
     "job_id": whole(("SLURM_JOB_ID", "SLURM_JOBID")),
     "restart": whole(("SLURM_RESTART_COUNT",)),
+    "array": whole(("SLURM_ARRAY_JOB_ID",)),
+    "array_task": whole(("SLURM_ARRAY_TASK_ID",)),
     "step": whole(("SLURM_STEP_ID", "SLURM_STEPID")),
     "nodes": nodes(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
     "hosts": JobVariable(
@@ -145,6 +147,7 @@ def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
     hosts = facts["hosts"] or ()
     restart = facts["restart"] or 0
     number = step if in_step else None
+    array, task = facts["array"], facts["array_task"]
     nproc = _processes(facts["gpus"], facts["visible_gpus"])
     return SchedulerFacts(
         SLURM,
@@ -161,6 +164,8 @@ def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
         tasks_per_node=(facts["tasks_per_node"] or 1) if in_step else 1,
         ends=facts["ends"],
         tasks_here=(facts["tasks_here"] or facts["tasks_per_node"] or 1) if in_step else 1,
+        array_task=f"{array}_{task}" if array is not None and task is not None else "",
+        restart=restart,
     )
 
 

@@ -48,6 +48,15 @@ def test_an_option_before_the_command_is_told_where_it_belongs(capsys, monkeypat
     )
 
 
+def test_a_variable_that_is_typed_wrong_is_told_by_a_collector_too(capsys, monkeypatch):
+    """It would run, and notify nobody."""
+    monkeypatch.setenv("GPUWATCH_NOTFY", "https://example.invalid")
+    code, text = said_to(capsys, monkeypatch, "collect", "--bind", "tcp://127.0.0.1:29401", "--secret-file", "nowhere")
+    assert code == 2
+    assert "GPUWATCH_NOTFY: expected a variable that gpuwatch reads" in text
+    assert "did you mean GPUWATCH_NOTIFY?" in text
+
+
 def test_an_unknown_option_of_a_command_is_that_commands(capsys, monkeypatch):
     code, text = said_to(capsys, monkeypatch, "report", "--jsn")
     assert code == 2

@@ -183,6 +183,18 @@ def test_the_smoke_test_fails_with_a_wheel_that_lacks_a_module(wheel, tmp_path):
     assert "gpuwatch launch --nproc-per-node 2 train.py: ended with " in done.stdout
 
 
+def test_the_smoke_test_leaves_out_a_python_that_does_not_start(tmp_path):
+    """As a shim of pyenv for a release that is there and not chosen."""
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci/smoke.py")], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, f"{shim} does not start: left out\n")
+    assert done.stderr.startswith("expected a Python from 3.10 to 3.14 on PATH, found none that starts")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_release_is_what_pypi_takes(tmp_path):

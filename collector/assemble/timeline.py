@@ -44,7 +44,7 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
         if rank.preflight is not None:
             events.append((rank.preflight, "preflight", f"preflight {rank.preflight.outcome}"))
         if rank.exit is not None:
-            events.append((rank.exit, "ended", end_text(rank.exit)))
+            events.append((rank.exit, "ended", end_text(rank, rank.exit, facts.starter)))
         for event, kind, text in events:
             at = event.where
             time = utc(at.time_ns / 1e9)

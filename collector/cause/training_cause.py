@@ -155,7 +155,7 @@ def of_start(clues: CauseClues) -> OverflowCause | None:
     return OverflowCause(
         "start",
         _S,
-        f"the {place} has abs max {size}, and no optimizer step has run yet",
+        f"the {place} has abs max {size}, and no optimizer step was seen before it",
         [f"Look at the initialisation of the {place}: torch.empty, to_empty(), a checkpoint. Not tried."],
     )
 

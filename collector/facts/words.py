@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...core.codes import RANK_OVERFLOW
 from ...core.events.agent_events import RankLook, WorkerExit
 from ...core.events.alarms import IgnoredAlarm, RangeWarning
 from ...core.events.run_position import RunPosition
@@ -43,7 +44,7 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
             found.append(CascadedRank(rank.rank, how))
         elif rank.exit is not None and rank.exit.code:
             code = rank.exit.code
-            ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with {code}"
+            ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
             how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else ended
             found.append(CascadedRank(rank.rank, f"{how} {doing(rank.exit)}"))
     return found
@@ -114,9 +115,18 @@ def _progress(rank: RankFacts) -> str:
     return f"{state.phase}, step {state.step}, batch {state.batch}" if state is not None else "nothing known"
 
 
-def end_text(exit_: WorkerExit) -> str:
-    """`ended with -15 (torchrun)`, `running when the launch was killed`"""
-    return RUNS_ON if exit_.runs_on else f"ended with {exit_.code} ({exit_.by})"
+def end_text(rank: RankFacts, exit_: WorkerExit, starter: str) -> str:
+    """How its process ended, in the words of `state_text`: `stopped by torchrun`, `killed (SIGKILL)`,
+    `ended at its overflow`, `ended with code 3`, `running when the launch was killed`"""
+    if exit_.runs_on:
+        return RUNS_ON
+    if exit_.by == "torchrun":
+        return f"stopped by {starter}"
+    if exit_.code is None:
+        return "gone when the launch was killed"
+    if exit_.code == RANK_OVERFLOW and rank.anomalies:
+        return "ended at its overflow"
+    return f"killed ({signal_name(-exit_.code)})" if exit_.code < 0 else f"ended with code {exit_.code}"
 
 
 def first_line(text: str) -> str:

@@ -344,14 +344,17 @@ def _ending(rank: RankView) -> str:
 
 
 def _hot(view: JobView) -> list[ScreenLine]:
-    """`fc2                 2.1 powers of two up to float16's 6.55e+04, +0.05 a batch: 42 batches  rank 3, batch 812`"""
+    """`███████░   2.1 powers of two left: fc2, rank 3, to float16's 6.55e+04, +0.05 a batch, batch 812`
+
+    A narrow terminal cuts its end: module and rank come first.
+    """
     lines = []
     for hot in view.hot:
         going = f", {hot.change:+.2f} a batch" if abs(hot.change) >= 0.005 else ""
         limit = f"{hot.dtype}'s {format_number(DTYPE_MAX.get(hot.dtype)).strip()}"
-        place = f"{hot.module or '(root)'}, {rank_name(hot.rank)}, batch {hot.batch}"
+        place = f"{hot.module or '(root)'}, {rank_name(hot.rank)}"
         room = bar(1 - hot.left / _FULL_BAR).partition(" ")[0]
-        text = f"{room} {hot.left:5.1f} powers of two below {limit}{going}: {place}"
+        text = f"{room} {hot.left:5.1f} powers of two left: {place}, to {limit}{going}, batch {hot.batch}"
         lines.append(ScreenLine(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 import msgspec
@@ -86,7 +87,7 @@ def _events(facts: RunFacts, verdict: Verdict, happened: EventTime | None) -> It
     met: dict[_Collective, list[dict[str, Any]]] = defaultdict(list)
     for rank in facts.everyone.values():
         if rank.agent in pids:
-            yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent])
+            yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent], facts.starter)
             for collective, waits in _collectives(rank, facts.nodes[rank.agent], pids[rank.agent]).items():
                 met[collective].append(waits)
     yield from _meetings(met)
@@ -106,12 +107,12 @@ def _of_node(node: NodeFacts, pid: int) -> Iterator[dict[str, Any]]:
     yield from (_drawn(one, node, pid, _NODE) for one in found)
 
 
-def _of_rank(rank: RankFacts, node: NodeFacts, pid: int) -> Iterator[dict[str, Any]]:
+def _of_rank(rank: RankFacts, node: NodeFacts, pid: int, starter: str) -> Iterator[dict[str, Any]]:
     tid = rank.rank + 1 if rank.rank >= 0 else abs(rank.rank) + (1 << 20)
     name = f"rank {rank.rank}" if rank.rank >= 0 else "a process without a rank"
     yield _meta("thread_name", pid, tid, name)
     yield _meta("thread_sort_index", pid, tid, tid)
-    for make in (_stages, _steps, _moments):
+    for make in (_stages, _steps, partial(_moments, starter=starter)):
         yield from (_drawn(one, node, pid, tid) for one in make(rank) if one.time_ns > 0)
     for number, one in enumerate(_stalls(rank)):  # they may begin within a step, so they have a track of their own
         drawn = _drawn(one, node, pid, tid)
@@ -221,7 +222,7 @@ def _stalls(rank: RankFacts) -> Iterator[TraceSlice]:
         yield TraceSlice(f"has not moved: {place}", "stall", began_ns, look.still_s, args)
 
 
-def _moments(rank: RankFacts) -> Iterator[TraceSlice]:
+def _moments(rank: RankFacts, starter: str) -> Iterator[TraceSlice]:
     for anomaly in rank.anomalies:
         place = f"{anomaly.value} in {anomaly.role} of {module_text(anomaly.module, anomaly.cls)}"
         yield _moment(place, "overflow", anomaly.where, phase=str(anomaly.phase))
@@ -235,7 +236,7 @@ def _moments(rank: RankFacts) -> Iterator[TraceSlice]:
         yield _moment(f"forecast: `{forecast.module}` passes its limit", "forecast", forecast.where)
     if (ended := rank.exit) is not None:
         at_ns = ended.ended_ns or ended.alive_ns or ended.where.time_ns
-        yield TraceSlice(end_text(ended), "exit", at_ns, None, {})
+        yield TraceSlice(end_text(rank, ended, starter), "exit", at_ns, None, {})
 
 
 def _moment(name: str, category: str, where: RunPosition, **args: Any) -> TraceSlice:

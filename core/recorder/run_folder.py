@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -127,7 +128,8 @@ def pid_of_file(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-# How the runs of a scheduler's job are named: the batch script names them, and who looks for them reads the names.
+# How the runs of a scheduler's job are named: by the batch script, or by a launch in a script of the user's own. Who
+# looks for them reads the names.
 #
 # 20261121-091533-slurm-17              job 17
 # 20261121-092101-slurm-17-restart-1    the same job, after it was requeued once
@@ -149,6 +151,14 @@ class JobRun(NamedTuple):
     """Counts runs of one name: a batch script with several."""
     job: str
     name: str
+
+
+def new_name_in_job(scheduler: str, job: str, restart: int) -> str:
+    """For a run that begins now: `20261121-092101-slurm-17-restart-1`; "" for a scheduler that names none."""
+    if scheduler.lower() not in _SCHEDULERS:
+        return ""
+    life = f"-restart-{restart}" if restart else ""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{scheduler.lower()}-{job}{life}"
 
 
 def job_run(name: str) -> JobRun | None:

@@ -237,7 +237,13 @@ TRAPS = [
         lambda: run(Own(lambda h, bad: (h.sign().half() / (1e-5 if bad else 1)).float()), flagged),
     ),
     KnownCause("a gate that bounds inf", "data", "holds +inf", "data loader", lambda: run(Bounds(), with_inf)),
-    KnownCause("a product of large weights", "start", "weight of `enter`", "initialisation", of_large_weights),
+    KnownCause(
+        "a product of large weights",
+        "start",
+        "no optimizer step was seen before it",
+        "initialisation",
+        of_large_weights,
+    ),
     KnownCause(
         "float16 and a training that diverges",
         "precision",

@@ -42,6 +42,8 @@ def test_two_nodes_of_a_slurm_job_find_each_other(bench, job_id):
     assert (head.verdict["rank"], head.verdict["module"]) == (1, "block.widen")
     assert "the report will be in" in head.stderr
     assert "the report will be in" not in other.stderr
+    assert head.report["run"]["id"].endswith(f"-slurm-{job_id}")
+    assert head.report["run"]["id"] in bench.gpuwatch("report", str(job_id)).stdout
 
 
 @pytest.mark.slow

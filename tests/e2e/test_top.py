@@ -52,7 +52,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         screen = screen_of(job, link, model, lambda screen: "batches/s" in str(screen.head) and screen.hot)
         assert [line.text.split()[0] for line in screen.ranks] == ["0", "1", "2", "3"]
         assert "4 ranks on 1 node" in screen.head[1].text
-        assert "powers of two below float16's" in screen.hot[0].text
+        assert "powers of two left: " in screen.hot[0].text
 
         once = bench.gpuwatch("top", "shown", "--once")
         assert once.code == 0

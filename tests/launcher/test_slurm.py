@@ -3,8 +3,9 @@ from __future__ import annotations
 import time
 
 import pytest
+from gpuwatch.core.recorder.run_folder import job_run
 from gpuwatch.launcher.scheduler_job import EndReason, SchedulerFacts
-from gpuwatch.launcher.slurm_variables import SLURM, TIME_LIMIT, down_nodes, is_over_time, why_it_ends
+from gpuwatch.launcher.slurm_variables import SLURM, TIME_LIMIT, down_nodes, is_over_time, read_slurm_job, why_it_ends
 
 
 @pytest.fixture
@@ -22,6 +23,24 @@ def test_without_scontrol_the_environment_tells_of_the_time_limit(no_commands, s
 def test_where_nobody_tells_there_is_no_reason(no_commands):
     assert why_it_ends(SchedulerFacts(SLURM, job_id="7", hosts=("gpu-1",))) == EndReason()
     assert why_it_ends(SchedulerFacts(SLURM, ends=1)) == EndReason()
+
+
+@pytest.mark.parametrize(
+    ("variables", "job", "restart"),
+    [
+        ({}, "21", 0),
+        ({"SLURM_RESTART_COUNT": "2"}, "21", 2),
+        ({"SLURM_ARRAY_JOB_ID": "18", "SLURM_ARRAY_TASK_ID": "3"}, "18_3", 0),
+    ],
+)
+def test_a_run_is_named_after_the_job_in_whichever_script_its_launch_stands(variables, job, restart):
+    run = job_run(read_slurm_job({"SLURM_JOB_ID": "21", **variables}).new_run_name)
+    assert run is not None
+    assert (run.job, run.restart) == (job, restart)
+
+
+def test_without_a_scheduler_a_run_is_named_after_no_job():
+    assert SchedulerFacts(None, job_id="21").new_run_name == ""
 
 
 @pytest.fixture

@@ -263,3 +263,18 @@ def test_a_secret_stays_in_the_batch_script_and_that_is_said(gpuwatch):
     assert " 'my train.py' --token=hunter2 &\n" in done.stdout
     assert "hunter2" not in done.stderr
     assert "as it was typed, because the job needs it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("GPUWATCH_ERVY", "3", ("submit", "--print", "my train.py")),
+        ("GPUWATCH_EVERY", "x", ("submit", "--print", "my train.py")),
+        ("GPUWATCH_ERVY", "3", ("check", "--slurm", "--print")),
+    ],
+)
+def test_a_wrong_variable_is_refused_before_the_job_has_waited(gpuwatch, monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    done = gpuwatch(*words)
+    assert (done.code, done.stdout) == (2, "")
+    assert re.fullmatch(rf"gpuwatch: {variable}: expected .*\n", done.stderr)

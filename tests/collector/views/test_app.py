@@ -43,7 +43,7 @@ def test_all_parts_stand_on_80_by_24(picture):
         "run run-1: train.py --lr 1",
         " rank host",
         "    3 node-a",
-        "powers of two below float16",
+        "powers of two left: net.fc2, rank 3",
         "rank 1 raised",
     ):
         assert part in text

@@ -8,6 +8,7 @@ import pytest
 from gpuwatch.collector.report.sentence_parts import elapsed_text
 from gpuwatch.collector.views.snapshot import behind_of
 from gpuwatch.collector.views.top_model import JobEnd, ScreenLine, TopModel, plain
+from gpuwatch.core.wire.beat import HotModule
 from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 
@@ -32,7 +33,7 @@ def test_the_screen_of_a_healthy_job(picture):
         "    2 node-a         forward           9       32    2.2                net.fc1\n"
         "\n"
         "Closest to their limit\n"
-        "███████░   1.1 powers of two below float16's 6.55e+04, +0.05 a batch: net.fc2, rank 3, batch 10\n"
+        "███████░   1.1 powers of two left: net.fc2, rank 3, to float16's 6.55e+04, +0.05 a batch, batch 10\n"
         "\n"
         "What happened\n"
         "rank 1 raised ValueError"
@@ -47,6 +48,12 @@ def test_what_is_to_be_said_of_a_rank_has_room_in_a_narrow_terminal(picture, wid
     assert screen.ranks[0].text.endswith("OVERFLOW net.fc1")
     assert {"rank", "phase", "batch", "still", "in"} <= set(screen.ranks_title.text.split())
     assert ("gpu%" in screen.ranks_title.text) == (use >= 0)
+
+
+def test_a_module_close_to_its_limit_is_named_with_its_rank_in_a_narrow_terminal(picture):
+    hot = [HotModule(1, 120, "layers.11.self_attn.out_proj", "float16", 3e4, 1.1, -0.05)]
+    (line,) = seen(picture.view([picture.rank(1)], hot=hot), width=80).hot
+    assert "layers.11.self_attn.out_proj, rank 1" in line.text
 
 
 def test_each_rank_shows_its_loss_where_any_has_one(picture):
