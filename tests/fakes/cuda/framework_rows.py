@@ -85,9 +85,12 @@ ROWS = [
     torchrun("transformers' Trainer", "trainer", package="accelerate", module="net.block.widen"),
     lightning("ddp"),
     lightning("fsdp"),
+    deepspeed(1),
     deepspeed(2),
     deepspeed(3),
     torchrun("trl's SFTTrainer", "trl", package="trl", module=GPT2, value="", line=""),
+    torchrun("trl's DPOTrainer", "trl", "dpo", package="trl", module=GPT2, value="", line=""),
+    torchrun("trl's GRPOTrainer", "trl", "grpo", package="trl", module=GPT2, value="", line=""),
     torchrun("megatron-core, TP 2", "megatron", package="megatron", module=MEGATRON, value="", line=""),
 ]
 
