@@ -71,6 +71,8 @@ ACCELERATE = (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_
 ACCELERATE += ("--main_process_port", PORT)
 PEFT, GPT2 = "base_model.model.block.widen.base_layer", "transformer.h.0.mlp.c_fc"
 MEGATRON = "decoder.layers.0.mlp.linear_fc1"
+WRAPPED = {"module": f"module.{MEGATRON}", "value": "", "line": ""}
+"""Float16Module has the model as its `module`."""
 ROWS = [
     torchrun("torch's FSDP1", "fsdp", "fsdp1"),
     torchrun("torch's FSDP2", "fsdp", "fsdp2"),
@@ -92,6 +94,7 @@ ROWS = [
     torchrun("trl's DPOTrainer", "trl", "dpo", package="trl", module=GPT2, value="", line=""),
     torchrun("trl's GRPOTrainer", "trl", "grpo", package="trl", module=GPT2, value="", line=""),
     torchrun("megatron-core, TP 2", "megatron", package="megatron", module=MEGATRON, value="", line=""),
+    torchrun("megatron-core, distributed optimizer", "megatron", "sharded", "megatron", **WRAPPED),
 ]
 
 
