@@ -217,16 +217,16 @@ class ModelWatch:
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.reinstall()
-            self._hooks.read_the_rest()
-        self._settle()
+        self._settle(rest=True)
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
         events = [*self._events, *([self._failure] if self._failure is not None else [])]
         return facts_of(state, self._definitions, events, [page for page in pages if page is not None])
 
-    def _settle(self) -> None:
+    def _settle(self, *, rest: bool = False) -> None:
+        """`rest`: also read what no hook has read."""
         if not self._closed and os.getpid() == self._pid:
-            self._note_failure(failure_of(self._hooks, self._hooks.collect))
+            self._note_failure(failure_of(self._hooks, self._hooks.collect, rest=rest))
         self._read()
 
     def _read(self) -> None:

@@ -186,7 +186,7 @@ class ModuleHooks:
         return self._roots.name_of(module) if module is not None else None
 
     def read_the_rest(self) -> None:
-        """Read weights and states that no hook has read since the last batch. Waits for nothing, and raises nothing."""
+        """Read weights and states that no hook has read since the last batch. As OptimizerHooks does."""
         self._steps.read_the_rest()
 
     def settle(self) -> bool:

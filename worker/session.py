@@ -153,7 +153,8 @@ class WorkerSession:
         except Exception as error:
             if from_outside(error):
                 raise
-            self.record_fault("settle", f"{type(error).__name__}: {error}")
+            if not (failed and is_device_error(error)):  # else the script's exception tells of it
+                self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
 
     def raised(self, error: BaseException) -> bool:

@@ -47,16 +47,20 @@ def remove_hooks(hooks: ModuleHooks) -> Exception | None:
     pid, _ = watching[hooks]
     failure = None
     if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
-        hooks.read_the_rest()
-        failure = failure_of(hooks, hooks.settle)
+        failure = failure_of(hooks, hooks.settle, rest=True)
     hooks.detach()
     del watching[hooks]
     return failure
 
 
-def failure_of(hooks: ModuleHooks, collect: Callable[[], bool]) -> Exception | None:
-    """Wait for the numbers of a device. Its error, if it has failed: then none of them arrive."""
+def failure_of(hooks: ModuleHooks, collect: Callable[[], bool], *, rest: bool = False) -> Exception | None:
+    """Wait for the numbers of a device. Its error, if it has failed: then none of them arrive.
+
+    `rest`: before that, read what no hook has read.
+    """
     try:
+        if rest:
+            hooks.read_the_rest()
         wait_for_device(collect)
     except Exception as error:
         if from_outside(error) or not is_device_error(error):

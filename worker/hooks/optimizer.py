@@ -276,7 +276,9 @@ class OptimizerHooks:
                 self.steps.put_low_precision(optimizer, page, info, parameters)
 
     def read_the_rest(self) -> None:
-        """Read the weights and the states that no hook has read so far. Waits for no device, and raises nothing.
+        """Read the weights and the states that no hook has read so far. Waits for no device.
+
+        Raises the error of a device that has failed, and nothing else.
 
         No forward follows the last batch. A step that torch.compile made a graph of calls no hook, and neither does a
         script that changes its weights itself: what these leave behind would be read by nobody.

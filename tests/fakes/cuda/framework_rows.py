@@ -70,7 +70,10 @@ def deepspeed(stage: int) -> CudaRow:
 ACCELERATE = (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", RANKS)
 ACCELERATE += ("--main_process_port", PORT)
 PEFT, GPT2 = "base_model.model.block.widen.base_layer", "transformer.h.0.mlp.c_fc"
+TITAN = "layers.0.feed_forward.w1"
 MEGATRON = "decoder.layers.0.mlp.linear_fc1"
+WRAPPED = {"module": f"module.{MEGATRON}", "value": "", "line": ""}
+"""Float16Module has the model as its `module`."""
 ROWS = [
     torchrun("torch's FSDP1", "fsdp", "fsdp1"),
     torchrun("torch's FSDP2", "fsdp", "fsdp2"),
@@ -85,10 +88,15 @@ ROWS = [
     torchrun("transformers' Trainer", "trainer", package="accelerate", module="net.block.widen"),
     lightning("ddp"),
     lightning("fsdp"),
+    deepspeed(1),
     deepspeed(2),
     deepspeed(3),
     torchrun("trl's SFTTrainer", "trl", package="trl", module=GPT2, value="", line=""),
+    torchrun("trl's DPOTrainer", "trl", "dpo", package="trl", module=GPT2, value="", line=""),
+    torchrun("trl's GRPOTrainer", "trl", "grpo", package="trl", module=GPT2, value="", line=""),
     torchrun("megatron-core, TP 2", "megatron", package="megatron", module=MEGATRON, value="", line=""),
+    torchrun("megatron-core, distributed optimizer", "megatron", "sharded", "megatron", **WRAPPED),
+    torchrun("torchtitan, FSDP2", "titan", package="torchtitan", module=TITAN, value="", line=""),
 ]
 
 

@@ -30,7 +30,7 @@ PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdis
 TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/device", "tests/worker/test_look.py"]
 TESTS += ["tests/worker/record/test_host_reduce.py", "tests/worker/record/test_tensor_stats.py"]
 TESTS += ["tests/worker/preflight", "tests/gpu/test_preflight.py"]
-FRAMEWORKS = ["accelerate", "lightning", "peft", "trl", "deepspeed", "megatron-core", "torchao"]
+FRAMEWORKS = ["accelerate", "lightning", "peft", "trl", "deepspeed", "megatron-core", "torchao", "torchtitan"]
 SAMPLE = [f"tests/fakes/cuda/test_{what}.py" for what in ("streams", "counters", "costs", "graphs", "gpuwatch")]
 SAMPLE += ["tests/gpu/test_watch.py", "--sample", "--each", "1"]
 NOT_ANSWERED = {

@@ -103,3 +103,12 @@ def test_an_overflow_before_a_collective_that_never_ends_is_no_hang(tmp_path):
     assert tuple(verdict[key] for key in ("kind", "rank", "module", "value", "batch", "certainty")) == (
         *("overflow", 1, "block.widen", "+inf", 0, "established"),
     )
+
+
+def test_a_device_that_asserts_on_what_has_overflowed_is_no_fault_of_gpuwatchs(tmp_path):
+    verdict, tokens, report = launch_script("draw_token.py", tmp_path / "cuda", 1, "cuda", "nccl")
+
+    assert [verdict[key] for key in ("kind", "module", "batch", "certainty")] == ["overflow", "1", 2, "established"]
+    assert len(tokens) == 2
+    assert "own fault" not in json.dumps(report)
+    assert not any("not recorded since" in line for line in report["verdict"]["evidence"])
