@@ -88,8 +88,12 @@ def _place(rank: RankReport) -> str:
 
 
 def _function(rank: RankReport) -> str:
-    """`all_reduce`: the innermost call; `train.py:41` where the script is in none, `stopped` where a signal has it."""
+    """`all_reduce`: the innermost call; `train.py:41` where the script is in none, `stopped` where a signal has it.
+
+    `backward`, and not `_engine_run_backward`: a name of a library's own is left out if a public one called it.
+    """
     inner = rank.stack[0] if rank.stack else ""
+    inner = next((line for line in rank.stack if not re.search(r":\d+ in _", line) or is_users(line)), inner)
     if found := re.search(r"([^/]+:\d+) in ([\w<>]+)", inner):
         return found[1] if found[2] == "<module>" else found[2]
     if found := re.match(r"(\w+) of ", inner):

@@ -97,6 +97,9 @@ def test_each_code_is_a_link_to_its_text_on_the_page(page_of, report_of, kind):
     assert linked == set(re.findall(r'<dt id="(gw\d+)">', page))
 
 
+GRAPH = "/env/lib/python3.11/site-packages/torch/autograd/graph.py"
+
+
 @pytest.mark.parametrize(
     ("stack", "word"),
     [
@@ -104,12 +107,15 @@ def test_each_code_is_a_link_to_its_text_on_the_page(page_of, report_of, kind):
         ("/lib/torch/distributed/distributed_c10d.py:3007 in all_reduce: work.wait()", "all_reduce"),
         ("memcpy of libc.so.6, native", "memcpy"),
         ("thread python, which a signal has stopped", "stopped"),
+        (f"{GRAPH}:865 in _engine_run_backward: return run_backward()|{GRAPH}:9 in backward: run()", "backward"),
+        (f"{GRAPH}:865 in _engine_run_backward: return run_backward()", "_engine_run"),
+        ("/home/me/train.py:41 in _wait: time.sleep(9)|/home/me/train.py:60 in main: _wait()", "_wait"),
         ("", "no stack"),
     ],
 )
 def test_a_square_of_a_hang_says_where_its_rank_is(report_of, stack, word):
     report = report_of("hang")
-    ranks = [replace(rank, stack=[stack] if stack and rank.rank == 1 else []) for rank in report.ranks]
+    ranks = [replace(rank, stack=stack.split("|") if stack and rank.rank == 1 else []) for rank in report.ranks]
     ranks[0] = replace(ranks[0], stack=["/home/me/train.py:60 in main: wait()"])
     squares = rank_grid(replace(report, ranks=ranks)).squares
     assert squares[1][-1] == word
