@@ -11,7 +11,7 @@ from ...core.events.alarms import IgnoredAlarm, RangeWarning
 from ...core.events.run_position import RunPosition
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ..report.rank_states import RUNS_ON, signal_name
+from ..report.rank_states import AT_OVERFLOW, RUNS_ON, code_text, signal_name, stopped_text
 from ..report.sentence_parts import badness, coarse_share_text
 from ..report.verdict import CascadedRank, PlaceFields, RankFields
 from .diagnosis import number_text
@@ -121,12 +121,12 @@ def end_text(rank: RankFacts, exit_: WorkerExit, starter: str) -> str:
     if exit_.runs_on:
         return RUNS_ON
     if exit_.by == "torchrun":
-        return f"stopped by {starter}"
+        return stopped_text(starter)
     if exit_.code is None:
         return "gone when the launch was killed"
     if exit_.code == RANK_OVERFLOW and rank.anomalies:
-        return "ended at its overflow"
-    return f"killed ({signal_name(-exit_.code)})" if exit_.code < 0 else f"ended with code {exit_.code}"
+        return AT_OVERFLOW
+    return code_text(exit_.code)
 
 
 def first_line(text: str) -> str:

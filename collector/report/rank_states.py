@@ -9,6 +9,7 @@ from ...core.signal_errors import from_outside
 from .model import RankReport
 
 RUNS_ON = "running when the launch was killed"
+AT_OVERFLOW = "ended at its overflow"
 
 
 def state_text(rank: RankReport, starter: str) -> str:
@@ -19,17 +20,27 @@ def state_text(rank: RankReport, starter: str) -> str:
     """
     code = rank.exit
     if rank.state == "aborted" or (rank.state == "failed" and code == RANK_OVERFLOW and rank.first_anomaly is not None):
-        return "ended at its overflow"
+        return AT_OVERFLOW
     if rank.state == "stopped":
-        return f"stopped by {starter}"
+        return stopped_text(starter)
     if rank.state == "running":
         return RUNS_ON
     if rank.state == "raised":
         error = str(rank.error.get("type", "")) if rank.error is not None else ""
         return f"raised {error}".rstrip()
     if rank.state in ("killed", "failed") and code is not None:
-        return f"{rank.state} ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
+        return code_text(code)
     return rank.state
+
+
+def stopped_text(starter: str) -> str:
+    """`stopped by torchrun`"""
+    return f"stopped by {starter}"
+
+
+def code_text(code: int) -> str:
+    """`killed (SIGKILL)` for -9, `ended with code 3`."""
+    return f"killed ({signal_name(-code)})" if code < 0 else f"ended with code {code}"
 
 
 def signal_name(number: int) -> str:
