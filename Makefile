@@ -95,11 +95,13 @@ lint: $(READY)  ## formatting and lint rules; a warning of the C compiler is an 
 	done
 
 # mypy and mkdocs do not see an editable install whose package folder is the repository's root. They see these folders
-# with links to its files; through a link to the root, mkdocs would read all of .venv.
+# with links to its files; through a link to the root, mkdocs would read all of .venv. What a process that compiles beside
+# this writes into __pycache__ vanishes again.
 PACKAGE := __init__.py __main__.py py.typed cli collector core launcher slurm worker
 named: $(READY)
 	@rm -rf .venv/typing && mkdir -p .venv/typing/gpuwatch
-	@cp -rs $(PACKAGE:%="$(CURDIR)/%") .venv/typing/gpuwatch
+	@find $(PACKAGE) -name __pycache__ -prune -o -type d -exec mkdir -p .venv/typing/gpuwatch/{} \; \
+	    -o -type f -exec ln -s "$(CURDIR)/{}" .venv/typing/gpuwatch/{} \;
 
 typecheck: named  ## strict types
 	MYPYPATH=.venv/typing $(BIN)/mypy -p gpuwatch
