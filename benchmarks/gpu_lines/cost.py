@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import statistics
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .lines import REHEARSAL, Row, first_line, passed
+from .lines import Row, first_line, is_rehearsed, passed
 from .model import ALL, FORWARD, PEER, PLAIN, DType, Task, peer, synchronize, watched
 
 EAGER_MOST, COMPILED_MOST = 1.05, 1.02
@@ -81,13 +80,13 @@ def cost(device: torch.device) -> Iterator[Row]:
 
     One process, by turns: each block of steps is compared with the plain one of its own round.
     """
-    is_rehearsal = device.type != "cuda" or bool(os.environ.get(REHEARSAL))
-    for size in ("tiny",) if is_rehearsal else ("no size", "GPT-2"):
+    is_small = device.type != "cuda" or is_rehearsed()
+    for size in ("tiny",) if is_small else ("no size", "GPT-2"):
         tasks = {how: Task(size, device, "bf16") for how in (PLAIN, PEER)}
         ways = [*_WAYS, *([PEER] if peer(tasks[PEER].net) else [])]
         found: dict[str, list[float]] = {how: [] for how in ways}
         order = random.Random(0)
-        for number in range(3 if is_rehearsal else _ROUNDS):
+        for number in range(3 if is_small else _ROUNDS):
             for how in order.sample(ways, len(ways)):
                 what, options = _WAYS.get(how, (PLAIN, {}))
                 ms = _block(tasks[PEER if how == PEER else PLAIN], what, 2 * _STEPS[size], device, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import tempfile
 import time
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from .jobs import launch, torchrun
-from .lines import REHEARSAL, Row, at_most, first_line, passed
+from .lines import Row, at_most, first_line, is_rehearsed, passed
 from .model import ALL, BAD_MODULE, FORWARD, PLAIN, Task, overflow, synchronize, watched
 
 _STEPS = 10
@@ -190,7 +189,7 @@ def _syncs_per_step(task: Task, how: str) -> float:
 
 def launches(device: torch.device) -> Iterator[Row]:
     """What a step launches beside its own, and what that costs. The tensors are small: the host is the limit."""
-    task = Task("tiny" if os.environ.get(REHEARSAL) else "small", device, "bf16")
+    task = Task("tiny" if is_rehearsed() else "small", device, "bf16")
     plain = _kernels(lambda: _steps(task), PLAIN, task.net)
     if not plain:
         yield nothing_profiled("launches")

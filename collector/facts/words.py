@@ -44,7 +44,7 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
             found.append(CascadedRank(rank.rank, how))
         elif rank.exit is not None and rank.exit.code:
             code = rank.exit.code
-            ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
+            ended = f"was ended by {signal_name(-code)}" if code < 0 else code_text(code)
             how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else ended
             found.append(CascadedRank(rank.rank, f"{how} {doing(rank.exit)}"))
     return found

@@ -31,7 +31,7 @@ from ..hooks.backward import BackwardHooks
 from ..record.autograd_graph import next_node
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.names import buffers_of, parameters_of, parts_of, unwrap, walk
+from ..record.names import buffers_of, parameters_of, unwrap, walk
 from ..record.plain_tensor import version_of
 from .backward_thread import BackwardTarget, BackwardThread, places_of
 from .backward_watch import BackwardWatch, running_node
@@ -154,13 +154,13 @@ class SecondBackward:
         """Run it. `run_once` runs a thread, and puts back what it has changed."""
         target = self._target
         assert target is not None
-        parts = list(parts_of(module))
-        if any(part._backward_hooks or part._backward_pre_hooks for part in parts) or _has_global_hooks():
+        parts = list(walk(module))
+        if any(part._backward_hooks or part._backward_pre_hooks for _, part in parts) or _has_global_hooks():
             return BackwardResult(None, "the script has hooks on the backward of modules, which would run again")
-        if not any(part is target.module for part in parts):
+        if not any(part is target.module for _, part in parts):
             return BackwardResult(None, "its module is no part of the model any more")
         name = call.info.name
-        names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(module)}
+        names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in parts}
         watch = _RepeatedWatch(name, names)
         watch.tries = True
         thread = BackwardThread(module, call.method, target, *inputs, watch)
