@@ -186,12 +186,16 @@ def headroom(abs_max: float | None, dtype: str) -> float | None:
     return math.log2(largest) - math.log2(abs_max)
 
 
+_FLOAT32 = int(ValueEncoding.FLOAT32)
+_32_bits, _as_float32 = struct.Struct("<I").pack, struct.Struct("<f").unpack
+
+
 def decode(bits: int, encoding: int) -> float:
     """Turn the sign-cleared bits of one element into a Python float."""
+    if encoding == _FLOAT32:
+        return float(_as_float32(_32_bits(bits))[0])
     if encoding == ValueEncoding.INTEGER:
         return float(bits)
-    if encoding == ValueEncoding.FLOAT32:
-        return float(struct.unpack("<f", struct.pack("<I", bits))[0])
     if encoding == ValueEncoding.FLOAT16:
         return float(struct.unpack("<e", struct.pack("<H", bits))[0])
     if encoding == ValueEncoding.BFLOAT16:

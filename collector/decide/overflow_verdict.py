@@ -281,7 +281,8 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder)
     module, cls, advised, clues = None, None, first, AdviceClues()
     if ran is not None and operation is not None:
         module, cls = operation.module, ran.cls or None
-        found = f"in a second run of that forward {module_text(module, cls or first.root)} made it"
+        again = "that forward and its backward" if first.phase == FramePhase.BACKWARD else "that forward"
+        found = f"in a second run of {again} {module_text(module, cls or first.root)} made it"
         advised, clues = replace(first, source="made"), AdviceClues(operation=operation)
     evidence = [
         f"{rank_name(first.rank)}, batch {first.batch}: {first.text}",

@@ -145,12 +145,17 @@ class RecorderWriter(RecorderFile):
     # -- pages --------------------------------------------------------------------------------------------------
 
     def begin_page(self, root: int, batch: int, step: int) -> OpenPage:
-        """Start a page. Pages are counted from 0 over all roots of this rank."""
-        number = self._pages
-        self._pages = number + 1
-        page = OpenPage(number, root, batch, step)
+        """Start a page."""
+        page = self.next_page(root, batch, step)
         self.resume_page(page)
         return page
+
+    def next_page(self, root: int, batch: int, step: int) -> OpenPage:
+        """A page that takes no room until something is written in it. Pages are counted from 0 over all roots of this
+        rank."""
+        number = self._pages
+        self._pages = number + 1
+        return OpenPage(number, root, batch, step)
 
     def pause_page(self) -> None:
         """Another page comes in between, or nothing for a while: what was written so far may be copied and read."""
@@ -196,6 +201,8 @@ class RecorderWriter(RecorderFile):
     def end_page(self, page: OpenPage) -> None:
         """The batch has ended: nothing more is expected in its page."""
         page.ended = True
+        if not page.segments:
+            return
         if self.page is page:
             self.pause_page()
         if (at := self.segment_at(page.segment)) is not None:  # else it has been overwritten

@@ -187,7 +187,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every tensor that is measured, kept alive so that none is taken for another. The compiled way shows none."""
     from gpuwatch.worker.hooks import native_writer
-    from gpuwatch.worker.record import rows
+    from gpuwatch.worker.record import rows, skipped_rows
 
     seen: list[Any] = []
 
@@ -195,6 +195,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return lambda tensor, *rest: (seen.append(tensor), real(tensor, *rest))[1]
 
     monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
-    monkeypatch.setattr(rows, "measure", noted(rows.measure))
-    monkeypatch.setattr(rows, "stats_in_memory", noted(rows.stats_in_memory))
+    for place in (rows, skipped_rows):
+        monkeypatch.setattr(place, "measure", noted(place.measure))
+        monkeypatch.setattr(place, "stats_in_memory", noted(place.stats_in_memory))
     return seen

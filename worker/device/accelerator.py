@@ -360,4 +360,7 @@ def built_gpu() -> Accelerator | None:
 
 def gpu_in_use() -> Accelerator | None:
     """The kind of GPU that this process has used; None if none. Does not initialise one."""
-    return next((each for each in _GPUS if each.is_built() and each.is_in_use()), None)
+    for each in _GPUS:  # in every step that is skipped
+        if each.is_built() and each.is_in_use():
+            return each
+    return None

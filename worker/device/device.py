@@ -24,7 +24,7 @@ from ...core.torch_names import name_in_torch
 from .accelerator import built_gpu
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
-_function_modes = name_in_torch("torch._C._len_torch_function_stack", lambda: 1)
+has_function_modes = name_in_torch("torch._C._len_torch_function_stack", lambda: 1)
 # Whether a transform of torch.func is on. `peek_interpreter_stack` would tell, too, and leave a record in the thread,
 # which autograd copies from then on for each node that it runs (at::ThreadLocalState): 0.6 % of a step of GPT-2.
 has_transforms = name_in_torch("torch._C._are_functorch_transforms_active", lambda: False)
@@ -55,7 +55,7 @@ def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def has_modes() -> bool:
     """Whether a mode of the script or a transform of torch.func would see an operation."""
-    return bool(_modes() or _function_modes() or has_transforms())
+    return bool(_modes() or has_function_modes() or has_transforms())
 
 
 StreamKey = tuple[int, int]

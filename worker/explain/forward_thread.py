@@ -29,7 +29,7 @@ from ...core.signal_errors import suppress_own, then_put_back
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
 from ..device.accelerator import GeneratorState, gpu_in_use
-from ..device.device import without_modes
+from ..device.device import has_function_modes, without_modes
 from ..hooks.global_hooks import without_any_of_ours
 from ..record.names import inputs_of, outputs_of, parts_of, unwrap, walk
 from .code_place import CodePlace, call_site
@@ -169,15 +169,15 @@ def contexts_of_this_thread() -> list[ContextMaker]:
     if gpu is not None:
         devices.append(gpu.type)
         found += gpu.contexts()
-    found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
+    if has_function_modes():
+        found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
     for device in devices:
         if torch.is_autocast_enabled(device):
             found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class RandomNumbers:
+class RandomNumbers(NamedTuple):
     """The state of torch's generators: that of the CPU, and seed and offset of the current GPU."""
 
     cpu: torch.Tensor
@@ -187,7 +187,9 @@ class RandomNumbers:
 def random_numbers() -> RandomNumbers:
     """The state now. Waits for no device."""
     gpu = gpu_in_use()
-    return RandomNumbers(torch.get_rng_state(), gpu.random_state() if gpu is not None else None)
+    # torch makes this tensor without an operation that a mode could see
+    state = torch.default_generator.get_state()
+    return RandomNumbers(state, without_modes(gpu.random_state) if gpu is not None else None)
 
 
 def same_numbers(one: RandomNumbers, other: RandomNumbers) -> bool:

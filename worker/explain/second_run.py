@@ -30,7 +30,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
-from ..device.device import has_transforms, may_have_devices, without_modes
+from ..device.device import has_function_modes, has_transforms, may_have_devices, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
@@ -57,6 +57,7 @@ from .second_backward import SecondBackward
 from .spent_time import SpentTime
 
 _MOST_ROOTS = 8
+_ONLY_TENSORS = {torch.Tensor}
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
 _INPUTS_GONE = "what the model was handed was gone by then"
@@ -206,7 +207,8 @@ class SecondRuns:
 
     def root_begins(self, module: nn.Module) -> None:
         """A root is called: note the random numbers that it gets, and what runs."""
-        self._random, run = without_modes(random_numbers), unwrap(module)
+        run = unwrap(module)
+        self._random = random_numbers()
         self._method = id(run), redirection(run).get("method_name", "forward")
 
     def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
@@ -214,10 +216,16 @@ class SecondRuns:
         waits = self._bad is not None and self._bad.page.root == info.root.id
         if info.root.page is not None and info.root.id < _MOST_ROOTS and not waits:
             # pytree takes longer than all the rest
-            is_flat = not kwargs and all(type(each) is torch.Tensor for each in args)
-            leaves, tree = (list(args), None) if is_flat else _pytree.tree_flatten((args, kwargs))
-            versions = [version_of(leaf) for leaf in leaves if is_tensor(leaf)]
-            leaves = [kept_tensor(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
+            is_flat = not kwargs and _ONLY_TENSORS.issuperset(map(type, args))
+            handed, tree = (args, None) if is_flat else _pytree.tree_flatten((args, kwargs))
+            leaves: list[Any] = []
+            versions: list[int] = []
+            for leaf in handed:
+                if is_tensor(leaf):
+                    versions.append(version_of(leaf))
+                    leaves.append(kept_tensor(leaf))
+                else:
+                    leaves.append(leaf)
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
             kept.method, kept.refusal = self._method[1], _refusal_by_modes()
@@ -226,9 +234,12 @@ class SecondRuns:
 
     def _has_issued(self, info: ModuleInfo) -> bool:
         """Whether collectives ran in a call that has just returned: in that of the module that a wrapper wraps."""
+        count = issued()
+        if count == info.seq:
+            return False
         module = info.ref()
         inner = info.root.modules.get(id(unwrap(module)), info) if module is not None else info
-        return issued() > inner.seq
+        return count > inner.seq
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -333,6 +344,7 @@ def _refusal_by_modes() -> str:
     """Why nothing may run again under the modes of the script, as a clause; "" if it may."""
     if has_transforms():
         return "a transform of torch.func was on, such as vmap"
-    if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
+    modes = function_modes() if has_function_modes() else []
+    if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in modes):
         return "the script has a mode of torch on"
     return ""

@@ -22,7 +22,7 @@ from ...core.torch_names import NOT_SEEN_OF_BACKWARD, name_in_torch
 from ..compile import attach as traced
 from ..device.device import StreamKey, without_modes
 from ..patches import after_import
-from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
+from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients, next_node
 from ..record.frame_writer import FrameWriter
 from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
@@ -111,6 +111,8 @@ class BackwardHooks(GradientFrames):
         """Gradients of parameters are read together, when the running backward ends. Nothing else changes them until
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
+        self._skipped: GraphCalls | None = None
+        """The root's call of the last skipped batch, until its backward is over."""
         self.given = GivenGradients()
         self.began_from: tuple[weakref.ref[torch.Tensor], ...] = ()
         """The losses of the last backward that the script has called."""
@@ -228,7 +230,27 @@ class BackwardHooks(GradientFrames):
             else:
                 handle = leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls, page, place)))  # type: ignore[no-untyped-call]  # likewise
                 # first: a module that returned this tensor has a hook on it, and an alarm there asks for the graph
-                put_first(handle)
+                if len(leaf._backward_hooks or ()) > 1:
+                    put_first(handle)
+
+    def watch_skipped(self, info: ModuleInfo, output: Any) -> None:
+        """The root of a skipped batch has returned this: keep the gradient that it is given, for a second run."""
+        page = info.root.page
+        if not self.given.is_on or page is None or not torch.is_grad_enabled() or self._rows.device_buffer is not None:
+            return
+        self._skipped = calls = GraphCalls(page.number, skipped=True)
+        calls.calls.append((info, info.first_node, next_node()))
+        self.watch_graph(calls, output, page)
+
+    def skipped_batch_ends(self) -> None:
+        """The next batch of a root begins, and nothing was written of the last one."""
+        self.given.forget()
+        self._skipped = None
+
+    def find_graph_of(self, page: OpenPage) -> None:  # noqa: D102
+        calls, self._skipped = self._skipped, None
+        if calls is not None and calls.page == page.number:
+            self.graphs.begins(calls)
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:
@@ -246,6 +268,11 @@ class BackwardHooks(GradientFrames):
     def graph_begins(self, calls: GraphCalls, page: OpenPage, place: int, gradient: torch.Tensor | None) -> None:
         """A backward has reached an output of a root, with this gradient."""
         if not self._attached:
+            return
+        if calls.skipped:
+            node = _running_node()
+            if gradient is not None and node is not None:
+                self.given.add(calls.page, place, node, gradient)
             return
         with self._progress.faults.within("gradient hook"):
             self.begins(calls.page)
@@ -314,6 +341,7 @@ class BackwardHooks(GradientFrames):
         self._page = None
         self._accumulated.forget()
         self.given.forget()
+        self._skipped = None
         self._read_waiting()  # the backward before has failed
         self.release()
         self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)

@@ -38,7 +38,7 @@ class BackwardCalls:
 
     def __post_init__(self) -> None:
         self._progress = self._frames.progress
-        self._count = 0
+        self._faults, self._count = self._progress.faults.within("the loss"), 0
 
     def attach(self, patches: PatchLedger) -> None:
         """Stand around the function in which torch runs a backward."""
@@ -62,7 +62,7 @@ class BackwardCalls:
         self._count += 1
         bad: list[torch.Tensor] = []
         found: tuple[weakref.ref[torch.Tensor], ...] = ()
-        with self._progress.faults.within("the loss"):
+        with self._faults:
             for each in outputs[:_MOST_LOSSES]:
                 # DTensor and other subclasses would compute: a collective, perhaps
                 if type(each) is not torch.Tensor or each.layout is not torch.strided or each.is_nested:
@@ -78,7 +78,7 @@ class BackwardCalls:
 
     def record(self, bad: list[torch.Tensor]) -> None:
         """Record these losses, whose backward has reached no module. Raises OverflowDetected if the job is to end."""
-        with self._progress.faults.within("the loss"), self._progress.lock:
+        with self._faults, self._progress.lock:
             without_modes(self._write, bad)
         self._frames.judging.raise_pending()
 

@@ -32,7 +32,7 @@ class GradientFrames:
         self._frames, self._kept = frames, kept
         self._progress = progress = frames.progress
         self._rows, self._judging = frames.rows, frames.judging
-        self._fault = progress.faults.record
+        self._fault, self._faults = progress.faults.record, progress.faults.within("parameter hook")
         self._sync = progress.settings.sync
         self._attached = False
         self._accumulated = AccumulatedGradients()
@@ -84,13 +84,22 @@ class GradientFrames:
         if not self._progress.skipped:
             self.of_parameter(info, role, parameter)
         elif self._attached and not _is_compiling():
-            with self._progress.faults.within("parameter hook"), self._progress.lock:
-                without_modes(self._of_skipped, info, role, parameter)
+            with self._faults, self._progress.lock:
+                gradient = gradient_of(parameter)
+                if gradient is not None and not self._kept.is_finite(info, role, gradient):
+                    without_modes(self._of_skipped, info, role, gradient)
 
-    def _of_skipped(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            self._kept.of_gradient(info, role, gradient, self.mark)
+    def _of_skipped(self, info: ModuleInfo, role: str, gradient: torch.Tensor) -> None:
+        page = self._kept.page_of(info.root)
+        self.find_graph_of(page)
+        self.current = gradient
+        try:
+            self._kept.of_gradient(page, info, role, gradient, self.mark(page))
+        finally:
+            self.current = None
+
+    def find_graph_of(self, page: OpenPage) -> None:
+        """A gradient of a skipped batch may not be finite: what explains it asks for the graph of its backward."""
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """Record the local gradient of a parameter."""

@@ -168,7 +168,7 @@ class ModuleCalls(ReturnedCalls):
             self._progress.resume(page)
         else:
             self.end_last_batch(root)
-            if self._skipping.skips(module, root, opens_batch):
+            if self._skipping.skips(module, info, opens_batch):
                 self._skipped_root_begins(module, info)
                 return None
             page = self._progress.begin_page(root)
@@ -187,13 +187,17 @@ class ModuleCalls(ReturnedCalls):
     def _skipped_root_begins(self, module: torch.nn.Module, info: ModuleInfo) -> None:
         if self._explainer.is_on:
             self._explainer.root_begins(module)
-            info.seq = issued()
+            info.seq, info.first_node = issued(), next_node()
             self._running.begin(FramePhase.FORWARD, None)
         if not self._around_graphs:
             self._quiet.begins(module)
 
     def end_last_batch(self, root: RootInfo) -> None:
         """The next batch of a root begins."""
+        is_host = self._rows.device_buffer is None and not self._around_graphs
+        if is_host and root.page is not None and not root.page.segments:  # a skipped batch with nothing to show
+            self._gradients.skipped_batch_ends()
+            return
         if root.page is not None:
             self._explainer.batch_ends(root.page.number)
         # what compiled code left of the last batch is written while its forward counts as running

@@ -24,6 +24,7 @@ from ..record.roots import ModuleInfo, RootInfo
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
+from .hook_bounds import compiler, is_dynamo_compiling
 from .last_pre_hook import LastPreHook
 from .loose_parameters import Loose, LooseReader
 from .optimizer_steps import ModuleParameters, OptimizerSteps, by_module, has_gradient
@@ -78,22 +79,23 @@ class OptimizerHooks:
 
         Raises OverflowDetected if the job is to end. Returns what `right_before` returns.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
             return None
-        self._progress.raise_kept()
+        if self._progress.kept:
+            self._progress.raise_kept()
+        self.steps.begins(optimizer)
+        self._grouped, self._loose = None, []
+        self.found_inf = getattr(optimizer, "found_inf", None)
         with self._before_faults:
             # the hooks of module calls may be gone, and then no call puts them back
             self._global.reinstall()
             with self._progress.lock:
                 self._graphs.record()
-                self._judging.collect()
-                self._gradients.release()
-        self._progress.times.optimizer_begins()
-        self._progress.enter(RankPhase.OPTIMIZER)
-        self.steps.begins(optimizer)
-        self._grouped, self._loose = None, []
-        self.found_inf = getattr(optimizer, "found_inf", None)
-        with self._before_faults:
+                if self._rows.device_buffer is not None:
+                    self._judging.collect()
+                    self._gradients.release()
+            self._progress.times.optimizer_begins()
+            self._progress.enter(RankPhase.OPTIMIZER)
             self._last_hook.take(optimizer)
             if not self._global.are_last_before_step(optimizer):
                 self._last_hook.put(optimizer)
@@ -105,7 +107,7 @@ class OptimizerHooks:
 
         Returns new arguments for the step if its closure must be guarded, else None.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
             return None
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
@@ -130,7 +132,8 @@ class OptimizerHooks:
                 self._judging.held.gradients_are_known()
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
-        self._judging.raise_pending()
+        if self._judging.pending is not None:
+            self._judging.raise_pending()
         self._gradients.given.forget()  # the step is about to free and to take memory
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -211,12 +214,11 @@ class OptimizerHooks:
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Record the weights. Raises OverflowDetected if the job is to end."""
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or compiler["_is_compiling_flag"]:
             return
-        with self._after_faults:
-            self._last_hook.take(optimizer)
         self._step_ended(optimizer)
-        self._judging.raise_pending()
+        if self._judging.pending is not None:
+            self._judging.raise_pending()
 
     def _count(self) -> None:
         progress = self._progress
@@ -234,6 +236,7 @@ class OptimizerHooks:
                     without_modes(self._record_weights, optimizer)
         with progress.lock:
             with self._after_faults:
+                self._last_hook.take(optimizer)
                 progress.groups.notice()  # what DDP has issued in the backward
                 self._judging.held.stepped(optimizer)
             self._recorder.pause_page()

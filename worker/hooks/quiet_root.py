@@ -6,6 +6,7 @@ hook. So while such a root runs torch's tables lack ours, and a hook on the root
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .global_hooks import HANDS_OVER_KWARGS, GlobalHooks
+
+_FLAGS = (*(["_forward_hooks_with_kwargs"] if HANDS_OVER_KWARGS else []), "_forward_hooks_always_called")
+"""Tables of a module with the keys of hooks that get the keyword arguments, and of those called if it raises."""
 
 
 class _RootHook:
@@ -36,17 +40,22 @@ class QuietRoot:
         self._hooks, self._after = hooks, after
         self._root: torch.nn.Module | None = None
         """The root while it runs; after an interrupt, until the next one."""
-        self._handle: RemovableHandle | None = None
+        self._with_hook: torch.nn.Module | None = None
+        """The root that has the hook."""
+        self._hook, self._key = _RootHook(self), RemovableHandle(OrderedDict()).id
+        """The key is no other hook's. `register_forward_hook` would make a handle for each step."""
 
     def begins(self, root: torch.nn.Module) -> None:
         """Take our hooks out of the tables until this call of the root ends. Called by the hook on its begin."""
         if isinstance(root, torch.jit.ScriptModule):
             return  # its hooks are compiled
         self.forget()
-        named: dict[str, bool] = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
-        # first of the root's own, as ours is first of all
-        self._handle = root.register_forward_hook(_RootHook(self), prepend=True, always_call=True, **named)
-        self._root = root
+        self._with_hook = self._root = root
+        for name in _FLAGS:
+            getattr(root, name)[self._key] = True
+        hooks: Any = root._forward_hooks
+        hooks[self._key] = self._hook
+        hooks.move_to_end(self._key, last=False)  # first of the root's own, as ours is first of all
         self._hooks.take_off_calls()
 
     def ends(self, module: torch.nn.Module, *rest: Any) -> None:
@@ -61,6 +70,7 @@ class QuietRoot:
 
     def forget(self) -> None:
         """Take the hook off the root."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        root, self._with_hook = self._with_hook, None
+        if root is not None:
+            for name in ("_forward_hooks", *_FLAGS):
+                getattr(root, name).pop(self._key, None)

@@ -83,7 +83,7 @@ class ReturnedCalls:
         self._recorder, self._fields = self._progress.recorder, self._progress.fields
         self._roots, self._fault = parts.roots, self._progress.faults.record
         self._sync, self._last_batch = self._progress.settings.sync, self._progress.settings.abort_after_batch
-        self._lock = self._progress.lock
+        self._lock, self._faults = self._progress.lock, self._progress.faults.within("a second run")
         self._interrupted: OpenPage | None = None
         """A signal's handler may call the model while a hook of ours writes: the page of that hook. It is made the
         current page again when the handler's call returns. Else None."""
@@ -123,7 +123,7 @@ class ReturnedCalls:
                     self._judging.finish()
             # arguments and result of the call are at hand only here
             if self._judging.pending is not None and info.ref() is module:
-                with self._progress.faults.within("a second run"):
+                with self._faults:
                     self._explainer.returned(info, args, kwargs, output)
             if finished is not None:
                 self._batch_ended(finished)
@@ -134,9 +134,13 @@ class ReturnedCalls:
 
     def _skipped_root_ends(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """May raise OverflowDetected."""
-        self._skipping.ends(module, output)
+        info = self._skipping.ends(module, output)
+        if info is not None and self._explainer.keeps_roots:
+            with self._faults:
+                self._explainer.root_returned(info, args, kwargs)
+                self._gradients.watch_skipped(info, output)
         if self._judging.pending is not None:
-            with self._progress.faults.within("a second run"):
+            with self._faults:
                 self._explainer.returned(self._roots.enter(module)[0], args, kwargs, output)
             self._judging.raise_pending()
 

@@ -19,15 +19,15 @@ from ...core.guest.tell import say
 from ...core.recorder.layout import HeadField
 from ...core.text import joined
 from ..compile.region_parts import is_a_backward
-from ..device.device import without_modes
 from ..record.frame_writer import FrameWriter
 from ..record.names import class_of, parts_of, unwrap
-from ..record.roots import RootInfo
+from ..record.roots import ModuleInfo, RootInfo
 from ..record.skipped_rows import SkippedRows
 
 _TOLD_IN = 3
 """The batch of a root, counted from 1, in which it is told that no module matches: other roots were called by then."""
 _MOST_NAMES = 3
+_STAGES = "torch.distributed.pipelining.stage"
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference")
 """Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
@@ -52,11 +52,16 @@ class BatchSkipping:
         """Empty once it was looked whether they match."""
         self._every, self._traced = settings.every, [*settings.trace_batches, settings.explain]
         self._pace, self._rank = self._progress.pace, self._progress.rank
+        self._faults = self._progress.faults.within("forward hook")
         self.first_root: int | None = None
         """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
+        self._known: Callable[[], torch.nn.Module | None] = _nothing
+        """The last module that was not left out."""
+        self._info: ModuleInfo | None = None
+        """Of the root that was skipped last."""
 
     # -- which ones ---------------------------------------------------------------------------------------------
 
@@ -66,6 +71,8 @@ class BatchSkipping:
 
     def leaves_out(self, module: torch.nn.Module) -> bool:
         """Whether a call of this module outside of all others is no part of a batch."""
+        if self._known() is module and _STAGES not in sys.modules:
+            return False
         inner = unwrap(module)
         if not self.is_watched(inner):
             return True  # it may contain the watched model, as a loss module does
@@ -77,6 +84,8 @@ class BatchSkipping:
         if _is_shape_inference():
             self.root, self._infers_shapes = weakref.ref(module), True
             return True
+        if not made:
+            self._known = weakref.ref(module)
         return False
 
     def skips_again(self, module: torch.nn.Module) -> bool:
@@ -85,8 +94,9 @@ class BatchSkipping:
             self.root = weakref.ref(module)
         return self._progress.skipped
 
-    def skips(self, module: torch.nn.Module, root: RootInfo, opens_batch: bool) -> bool:
+    def skips(self, module: torch.nn.Module, info: ModuleInfo, opens_batch: bool) -> bool:
         """A root is called. Whether its batch is skipped."""
+        root = info.root
         if self.first_root is None:
             self.first_root = root.id
         if opens_batch:
@@ -100,7 +110,7 @@ class BatchSkipping:
             self._keep_pace(root, batch)
         if not self._progress.skipped:
             return False
-        self.root = weakref.ref(module)
+        self.root, self._info = weakref.ref(module), info
         if opens_batch:
             self._progress.fields[HeadField.BATCHES_SKIPPED] += 1
             self._progress.fields[HeadField.BATCH] = root.batches - 1
@@ -151,14 +161,23 @@ class BatchSkipping:
         self.root = None
         return False
 
-    def ends(self, module: torch.nn.Module, output: Any) -> None:
-        """Record only the output of the skipped root, which has returned."""
+    def ends(self, module: torch.nn.Module, output: Any) -> ModuleInfo | None:
+        """Record only the output of the skipped root, which has returned. None if it was no batch."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes:
-            return
-        with self._progress.faults.within("forward hook"), self._progress.lock:
-            without_modes(self._kept.of_output, self._frames.roots.enter(module)[0], output)
+            return None
+        with self._faults, self._progress.lock:
+            info = self._info
+            if info is None or info.ref() is not module:
+                info = self._frames.roots.enter(module)[0]
+            self._kept.of_output(info, output)
+            return info
+        return None
+
+
+def _nothing() -> None:
+    return None
 
 
 def _is_shape_inference() -> bool:
@@ -166,7 +185,7 @@ def _is_shape_inference() -> bool:
 
     It does so for a pipeline stage whose input shapes were not given.
     """
-    if "torch.distributed.pipelining.stage" not in sys.modules:
+    if _STAGES not in sys.modules:
         return False
     return _is_called_from("torch.distributed.", _SHAPE_INFERENCE)
 

@@ -50,11 +50,13 @@ class NodesOfCall(NamedTuple):
 class GraphCalls:
     """The calls of one root call, in the order in which they returned."""
 
-    __slots__ = ("_begins", "_innermost", "calls", "page")
+    __slots__ = ("_begins", "_innermost", "calls", "page", "skipped")
 
-    def __init__(self, page: int) -> None:
+    def __init__(self, page: int, *, skipped: bool = False) -> None:
         self.page = page
         """Number of the page that has their frames."""
+        self.skipped = skipped
+        """Of a skipped batch: only the root's own call is here."""
         self.calls: list[tuple[ModuleInfo, int, int]] = []
         """As in NodesOfCall. Plain tuples: one is made for every module call."""
         self._begins: list[int] = []

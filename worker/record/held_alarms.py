@@ -46,6 +46,8 @@ class TrainedModules:
         self._apart: dict[tuple[int, str], weakref.ref[nn.Module] | None] = {}
         """(root, module) -> a module that no optimizer holds; None if it was gone by then."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._noticed: Callable[[], Optimizer | None] = lambda: None
+        """The last one."""
 
     def attach(self, patches: PatchLedger) -> None:
         """Notice optimizers from now on."""
@@ -61,8 +63,11 @@ class TrainedModules:
 
     def noticed(self, optimizer: Any) -> None:
         """Note an optimizer that was made, or steps. One that cannot be held weakly is ignored, without an error."""
+        if self._noticed() is optimizer:
+            return
         with suppress_own(Exception):
             self._optimizers.add(optimizer)
+            self._noticed = weakref.ref(optimizer)
 
     def is_apart(self, page: OpenPage, called: Frame) -> bool:
         """Whether nothing trains the module that the script has called: a metric, a teacher, a copy.

@@ -333,17 +333,23 @@ class RunProgress:
 
     def begin_page(self, root: RootInfo) -> OpenPage:
         """End the root's last page and begin its next one."""
+        page = self.next_page(root)
+        self.recorder.resume_page(page)
+        self.groups.notice()
+        self.fields[HeadField.SEQ] = issued()
+        return page
+
+    def next_page(self, root: RootInfo) -> OpenPage:
+        """Likewise, but nothing is written in it so far: it takes no room in the recorder."""
         before = root.page
         if before is not None:
             self.recorder.end_page(before)
         self.batch = max(0, root.batches - 1)
         self.root = root
-        root.page = self.recorder.begin_page(root.id, self.batch, self.step)
-        root.page.with_gradients = torch.is_grad_enabled()
-        root.page.rehearses = self.rehearses
-        self.groups.notice()
-        self.fields[HeadField.SEQ] = issued()
-        return root.page
+        page = root.page = self.recorder.next_page(root.id, self.batch, self.step)
+        page.with_gradients = torch.is_grad_enabled()
+        page.rehearses = self.rehearses
+        return page
 
     def resume(self, page: OpenPage) -> None:
         """Make `page` the current page again."""

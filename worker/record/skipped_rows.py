@@ -1,37 +1,52 @@
 """What is still read in a batch that is skipped (`--every`): what its root returns, and one gradient.
 
-A frame is written only where one of these may not be finite.
+A frame is written only where one of these may not be finite. Where the gradient is not, the root's comes before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...core.frames import FramePhase, RowMark, module_text
+from ...core.frames import FramePhase, RowKind, RowMark, module_text
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.text import shown_name
-from ...core.values import Value
-from ..device.device import is_on_device
+from ...core.values import decode
+from ..device.device import has_modes, is_on_device, without_modes
+from .collectives import issued
 from .frame_writer import FrameWriter
 from .names import outputs_of
 from .recorded_row import RecordedRow
 from .roots import ModuleInfo, RootInfo
-from .tensor_stats import measure
-from .value_jumps import ValueJumps
+from .tensor_stats import TensorStats, in_memory, measure, stats_in_memory
 
 _SKIPPED = int(RowMark.SKIPPED)
-MarkOfPage = Callable[[OpenPage], int]
-"""What is known of the gradients of a page's backward beside their numbers: flags of RowMark."""
+_READ = (RowKind.MEASURED.number, RowKind.EMPTY.number)
+
+
+class _ReturnedTensor(NamedTuple):
+    role: str
+    shape: torch.Size
+    dtype: torch.dtype
+    numbers: TensorStats
+
+
+class _ReturnedOutput(NamedTuple):
+    """What a root has returned, where all of it was finite."""
+
+    page: OpenPage
+    info: ModuleInfo
+    seq: int
+    """Collectives issued by then."""
+    tensors: list[_ReturnedTensor]
 
 
 @dataclass(eq=False, repr=False)
 class SkippedRows:
-    """The rows of one rank. The caller holds the recorder's lock, and is outside of the script's torch modes."""
+    """The rows of one rank. The caller holds the recorder's lock."""
 
     _frames: FrameWriter
 
@@ -40,43 +55,76 @@ class SkippedRows:
         self._own = OwnPages(self._progress.recorder)
         self._arriving: list[tuple[OpenPage, int]] = []
         """(page, index) of frames whose numbers a device still makes: they are compared once these are there."""
+        self._returned: _ReturnedOutput | None = None
+        """Of the last skipped batch, until a frame shows it."""
 
     def of_output(self, info: ModuleInfo, output: Any) -> None:
         """The root has returned `output`: tensors in any containers."""
-        self._compare_arrived()
-        numbers = [
-            (role, leaf)
-            for role, leaf in outputs_of(output)
-            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
-        if numbers:
-            page = self._begin(info.root)
-            rows = [self._rows.leaf(info, role, leaf, _SKIPPED) for role, leaf in numbers]
-            if not self._put(page, info, FramePhase.FORWARD, rows):
-                for (role, _), row in zip(numbers, rows, strict=True):
-                    self._compare(info, role, row.high, row.meta)
+        page = self._progress.next_page(info.root)
+        if self._arriving:
+            self._compare_arrived()
+        returned: list[_ReturnedTensor] = []
+        for role, leaf in outputs_of(output):
+            if _has_numbers(leaf):
+                numbers = _numbers_of(leaf) if not is_on_device(leaf) else None
+                if numbers is None or numbers.meta & 0xFF or numbers.kind not in _READ:
+                    without_modes(self._write_output, page, info, output)
+                    break
+                returned.append(_ReturnedTensor(role, leaf.shape, leaf.dtype, numbers))
+        else:
+            self._returned = _ReturnedOutput(page, info, issued(), returned)
+            for role, _, _, numbers in returned:
+                self._compare(info, role, numbers.high, numbers.meta)
         self._progress.recorder.pause_page()
 
-    def of_gradient(self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: MarkOfPage) -> None:
-        """The backward has made a gradient of a parameter."""
-        numbers = None if is_on_device(gradient) else measure(gradient)
-        if numbers is not None and not numbers.meta & 0xFF:
-            self._compare(info, role, numbers.high, numbers.meta)
-            return  # finite: no page is opened
-        root = info.root
+    def _write_output(self, page: OpenPage, info: ModuleInfo, output: Any) -> None:
+        self._open(page)
+        leaves = ((role, leaf) for role, leaf in outputs_of(output) if _has_numbers(leaf))
+        rows = [self._rows.leaf(info, role, leaf, _SKIPPED) for role, leaf in leaves]
+        self._put(page, info, FramePhase.FORWARD, rows)
+
+    def is_finite(self, info: ModuleInfo, role: str, gradient: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter, which the backward has made, is known to be finite."""
+        numbers = None if is_on_device(gradient) else _numbers_of(gradient)
+        if numbers is None or numbers.meta & 0xFF:
+            return False
+        self._compare(info, role, numbers.high, numbers.meta)
+        return True
+
+    def page_of(self, root: RootInfo) -> OpenPage:
+        """The page of the root's batch."""
         page = root.page
-        if page is None or page.batch != root.batches - 1:  # it returned no tensor of numbers
-            page = self._begin(root)
+        if page is None or page.batch != root.batches - 1:  # its forward was not seen to return
+            page = self._progress.next_page(root)
+        return page
+
+    def of_gradient(self, page: OpenPage, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int) -> None:
+        """Write the frame of a gradient that may not be finite."""
+        if not page.segments:
+            self._open(page)
+            self._show_returned(page)
         self._progress.resume(page)
-        row = self._rows.gradient(info, role, gradient, mark(page) | _SKIPPED, numbers)
+        row = self._rows.gradient(info, role, gradient, mark | _SKIPPED)
         self._put(page, info, FramePhase.BACKWARD, [row])
         self._rows.flush()
         self._progress.recorder.pause_page()
 
-    def _begin(self, root: RootInfo) -> OpenPage:
-        page = self._progress.begin_page(root)
+    def _open(self, page: OpenPage) -> None:
+        self._progress.resume(page)
+        self._progress.groups.notice()
         self._rows.begin_page(page.batch)
-        return page
+
+    def _show_returned(self, page: OpenPage) -> None:
+        """Write the frame of the root's call, which had nothing to show by itself."""
+        returned, self._returned = self._returned, None
+        if returned is None or returned.page is not page:
+            return
+        _, info, seq, tensors = returned
+        rows = [
+            self._rows.gradient(info, role, torch.empty(shape, dtype=dtype, device="meta"), _SKIPPED, numbers)
+            for role, shape, dtype, numbers in tensors
+        ]
+        self._frames.put_unjudged(info.id, FramePhase.FORWARD, seq, [row.packed for row in rows])
 
     def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: list[RecordedRow]) -> bool:
         """Whether a frame was written: False if all are finite."""
@@ -89,12 +137,13 @@ class SkippedRows:
 
     def _compare(self, info: ModuleInfo, role: str, high: int, meta: int) -> None:
         """Have the next batches watched whole if this abs max is out of line with those before it."""
-        if self._progress.jumps is None or not meta:  # 0: it could not be measured
+        jumps = self._progress.jumps
+        if jumps is None or not meta:  # 0: it could not be measured
             return
-        abs_max = Value(0, high, meta).abs_max
-        jump = self._jump(self._progress.jumps, info.root.id, info.name, info.cls, role, abs_max)
-        if jump:
-            self._progress.alert(self._progress.where(root=info.root.label), jump)
+        abs_max = decode(high, meta >> 8 & 0xFF)
+        if jumps.is_jump((info.root.id, info.name, role), abs_max):
+            place = self._progress.where(root=info.root.label)
+            self._progress.alert(place, _jump_text(abs_max, role, info.name, info.cls))
 
     def _compare_arrived(self) -> None:
         """Likewise for numbers that a device has made since. The batches between were skipped as well."""
@@ -107,13 +156,20 @@ class SkippedRows:
             for row in frame.rows:
                 if row.abs_max is None:
                     continue
-                jump = self._jump(jumps, page.root, frame.module, frame.cls, row.role, row.abs_max)
-                if jump:
-                    self._progress.alert(self._progress.where_of(page, frame), jump)
+                if jumps.is_jump((page.root, frame.module, row.role), row.abs_max):
+                    text = _jump_text(row.abs_max, row.role, frame.module, frame.cls)
+                    self._progress.alert(self._progress.where_of(page, frame), text)
 
-    @staticmethod
-    def _jump(jumps: ValueJumps, root: int, module: str, cls: str, role: str, abs_max: float) -> str:
-        """What is out of line; "" if nothing is."""
-        if not jumps.is_jump((root, module, role), abs_max):
-            return ""
-        return f"a jump to {abs_max:.3g} in {shown_name(role)} of {module_text(module, cls)}"
+
+def _jump_text(abs_max: float, role: str, module: str, cls: str) -> str:
+    return f"a jump to {abs_max:.3g} in {shown_name(role)} of {module_text(module, cls)}"
+
+
+def _has_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+
+
+def _numbers_of(tensor: torch.Tensor) -> TensorStats:
+    """Those of a tensor in host memory, whatever modes of the script are on."""
+    place = in_memory(tensor) if not has_modes() else None
+    return stats_in_memory(tensor, *place, False) if place is not None else without_modes(measure, tensor)

@@ -20,7 +20,7 @@ class ValueJumps:
     """The last abs max of each tensor that is read."""
 
     def __init__(self) -> None:
-        self._last: dict[Hashable, deque[float]] = {}
+        self._last: dict[Hashable, _LastValues] = {}
 
     def is_jump(self, tensor: Hashable, abs_max: float) -> bool:
         """Whether the new `abs_max` of this tensor, the name of one, is out of line with the last ones. It is kept."""
@@ -30,7 +30,24 @@ class ValueJumps:
         if last is None:
             if len(self._last) >= _MOST:
                 del self._last[next(iter(self._last))]
-            last = self._last[tensor] = deque(maxlen=LAST)
-        largest = max(last) if len(last) >= FEWEST else 0.0
-        last.append(abs_max)
+            last = self._last[tensor] = _LastValues()
+        largest = last.largest if len(last.values) >= FEWEST else 0.0
+        last.add(abs_max)
         return abs_max > JUMP * largest > 0
+
+
+class _LastValues:
+    __slots__ = ("largest", "values")
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque()
+        self.largest = 0.0
+
+    def add(self, abs_max: float) -> None:
+        values = self.values
+        gone = values.popleft() if len(values) == LAST else -1.0
+        values.append(abs_max)
+        if abs_max >= self.largest:
+            self.largest = abs_max
+        elif gone == self.largest:
+            self.largest = max(values)

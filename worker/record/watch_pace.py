@@ -21,7 +21,7 @@ WARM_UP = 4
 PAIRS = 24
 DEAREST = 0.05
 """The share of a step that watching may cost."""
-_AIM = 0.01
+_AIM = 0.005
 """N is chosen for this one: what is read of the other steps costs, too."""
 MOST = 64
 """The largest N. All are powers of two, so that ranks that choose differently watch the same steps."""

@@ -37,7 +37,7 @@ class Bad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * float("inf")
+        return gradient * 1e38 * 1e38
 
 
 class Larger(torch.autograd.Function):
@@ -53,13 +53,15 @@ class Larger(torch.autograd.Function):
 
 
 class Guarded(nn.Sequential):
-    bad = grows = False
+    bad = grows = draws = False
     fails: type[BaseException] | None = None
 
     def forward(self, x):
         if self.fails is not None:
             raise self.fails("no")
         x = super().forward(x)
+        if self.draws:
+            x = nn.functional.dropout(x, 0.5)
         return Bad.apply(x) if self.bad else Larger.apply(x) if self.grows else x
 
 
@@ -145,6 +147,68 @@ def test_a_bad_gradient_in_a_batch_that_is_left_out_is_an_alarm_of_that_batch(wa
     (anomaly,) = watched.anomalies
     assert (anomaly.phase, anomaly.where.batch, anomaly.role) == ("backward", 5, "grad weight")
     assert all(parameter.isfinite().all() for parameter in model.parameters()), "no step has used it"
+
+
+def test_what_made_a_bad_gradient_in_a_batch_that_is_left_out_is_found_by_a_second_run(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    train(model, 3)
+    model.bad = True
+    with pytest.raises(OverflowDetected, match=r"backward of batch 8.*; aten.mul"):
+        train(model, 1)
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation is not None, ran.unknown
+    assert (ran.operation.module, ran.operation.code) == ("", "return gradient * 1e38 * 1e38")
+    frames = watched.pages[-1].frames
+    assert [frame.phase for frame in frames] == ["forward", "backward"], "what the root returned stands before it"
+    assert all(row.finite for row in frames[0].outputs)
+    assert watched.faults == []
+
+
+def test_a_forward_that_draws_random_numbers_draws_the_same_ones_again(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    model.draws = True
+    train(model, 5)
+    leave_out(watched)
+    train(model, 3)
+    model.bad = True
+    with pytest.raises(OverflowDetected, match="backward of batch 8"):
+        train(model, 1)
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation is not None, ran.unknown
+    assert watched.faults == []
+
+
+def test_a_batch_that_is_left_out_takes_no_room_in_the_recorder(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    train(model, 1)
+    written = watched.reader[HeadField.SEGMENT]
+    train(model, 20)
+    assert watched.reader[HeadField.SEGMENT] == written
+    assert watched.reader[HeadField.BATCH] == 25
+    assert watched.faults == []
+
+
+def test_a_gradient_that_a_hook_of_the_scripts_has_changed_in_place_explains_nothing(watch):
+    watched = watch(every="auto", on_overflow="abort")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    model.bad = True
+    out = model(X)
+    out.register_hook(lambda gradient: gradient.mul_(2))
+    with pytest.raises(OverflowDetected, match="backward of batch 5"):
+        out.sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+    (ran,) = watched.of(SecondRun)
+    assert (ran.operation, ran.unknown) == (None, "the gradient of an output of the model was changed in place")
+    assert watched.faults == []
 
 
 def test_after_a_forecast_all_is_watched_for_a_while(watch):
