@@ -204,7 +204,7 @@ def test_a_gradient_that_a_hook_of_the_scripts_has_changed_in_place_explains_not
     out = model(X)
     out.register_hook(lambda gradient: gradient.mul_(2))
     with pytest.raises(OverflowDetected, match="backward of batch 5"):
-        out.sum().backward()
+        (out * 1.0).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     (ran,) = watched.of(SecondRun)
     assert (ran.operation, ran.unknown) == (None, "the gradient of an output of the model was changed in place")
