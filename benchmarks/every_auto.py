@@ -1,6 +1,6 @@
 """What `--every auto` costs, and whether it still finds an overflow: ten jobs with short steps on the host.
 
-    python benchmarks/every_auto.py [--rounds N] [--jobs N]
+    python benchmarks/every_auto.py [--rounds N] [--jobs N] [--seed N]
 
 Of each job, in one process: plain steps, steps that are all watched, and steps as `--every auto` watches them take
 turns, 32 at a time (its choice is made before). Printed is the median of the rounds' ratios to plain, with a 95 %
@@ -161,12 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each variant (15)")
     parser.add_argument("--jobs", type=int, default=len(JOBS), metavar="N", help="the first N of the jobs (10)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the overflows (1)")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| job | plain step | all watched / plain | auto / plain | cost measured, N |\n|---|---|---|---|---|")
     for size in JOBS[: given.jobs]:
         print(measure(size, given.rounds), flush=True)
-    draw = random.Random(1)
+    draw = random.Random(given.seed)
     for size in JOBS[: given.jobs]:
         print(f"{size.width} x {size.blocks}: {place(size, draw)}", flush=True)
 

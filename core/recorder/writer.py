@@ -155,6 +155,8 @@ class RecorderWriter(RecorderFile):
         rank."""
         number = self._pages
         self._pages = number + 1
+        fields = self.fields
+        fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = batch, root, number
         return OpenPage(number, root, batch, step)
 
     def pause_page(self) -> None:

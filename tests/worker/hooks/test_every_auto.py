@@ -192,6 +192,7 @@ def test_a_batch_that_is_left_out_takes_no_room_in_the_recorder(watch):
     train(model, 20)
     assert watched.reader[HeadField.SEGMENT] == written
     assert watched.reader[HeadField.BATCH] == 25
+    assert watched.reader.page(watched.reader[HeadField.PAGE]) is None, "the header names no page of an earlier batch"
     assert watched.faults == []
 
 
