@@ -270,9 +270,8 @@ class BackwardHooks(GradientFrames):
         if not self._attached:
             return
         if calls.skipped:
-            node = _running_node()
-            if gradient is not None and node is not None:
-                self.given.add(calls.page, place, node, gradient)
+            with self._progress.faults.within("gradient hook"):
+                self._keep_given(calls.page, place, gradient)
             return
         with self._progress.faults.within("gradient hook"):
             self.begins(calls.page)
@@ -280,9 +279,7 @@ class BackwardHooks(GradientFrames):
             if self.given.is_on:
                 if graph is not None:
                     self.given.begins(calls.page)
-                node = _running_node()
-                if gradient is not None and node is not None:
-                    self.given.add(calls.page, place, node, gradient)
+                self._keep_given(calls.page, place, gradient)
             if graph is not None:
                 # Callbacks run in the order in which they were queued, when all nodes have run. DDP queues its own when
                 # its last bucket is ready, and so after this one (torch/csrc/distributed/c10d/reducer.cpp,
@@ -296,6 +293,11 @@ class BackwardHooks(GradientFrames):
                     without_modes(self.losses.record, graph, page, self.mark(page))
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
+
+    def _keep_given(self, page: int, place: int, gradient: torch.Tensor | None) -> None:
+        node = _running_node()
+        if gradient is not None and node is not None:
+            self.given.add(page, place, node, gradient)
 
     def begins(self, page: int) -> None:
         """A backward has reached the outputs of the root of the page with this number."""

@@ -6,6 +6,7 @@ hook. So while such a root runs torch's tables lack ours, and a hook on the root
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +41,8 @@ class QuietRoot:
         self._hooks, self._after = hooks, after
         self._root: torch.nn.Module | None = None
         """The root while it runs; after an interrupt, until the next one."""
-        self._with_hook: torch.nn.Module | None = None
-        """The root that has the hook."""
+        self._with_hook: Callable[[], torch.nn.Module | None] = lambda: None
+        """The root that has the hook. Weak: one that raised has it until the next one begins."""
         self._hook, self._key = _RootHook(self), RemovableHandle(OrderedDict()).id
         """The key is no other hook's. `register_forward_hook` would make a handle for each step."""
 
@@ -50,7 +51,7 @@ class QuietRoot:
         if isinstance(root, torch.jit.ScriptModule):
             return  # its hooks are compiled
         self.forget()
-        self._with_hook = self._root = root
+        self._with_hook, self._root = weakref.ref(root), root
         for name in _FLAGS:
             getattr(root, name)[self._key] = True
         hooks: Any = root._forward_hooks
@@ -70,7 +71,7 @@ class QuietRoot:
 
     def forget(self) -> None:
         """Take the hook off the root."""
-        root, self._with_hook = self._with_hook, None
+        root = self._with_hook()
         if root is not None:
             for name in ("_forward_hooks", *_FLAGS):
                 getattr(root, name).pop(self._key, None)

@@ -58,6 +58,8 @@ class BatchSkipping:
         self.root: Callable[[], torch.nn.Module | None] | None = None
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
+        self._is_again = False
+        """The skipped root is a part of a batch that runs again in its backward."""
         self._known: Callable[[], torch.nn.Module | None] = _nothing
         """The last module that was not left out."""
         self._info: ModuleInfo | None = None
@@ -91,7 +93,7 @@ class BatchSkipping:
     def skips_again(self, module: torch.nn.Module) -> bool:
         """Whether a part of a batch that is run again, in its backward, is of a skipped batch."""
         if self._progress.skipped:
-            self.root = weakref.ref(module)
+            self.root, self._is_again = weakref.ref(module), True
         return self._progress.skipped
 
     def skips(self, module: torch.nn.Module, info: ModuleInfo, opens_batch: bool) -> bool:
@@ -164,8 +166,8 @@ class BatchSkipping:
     def ends(self, module: torch.nn.Module, output: Any) -> ModuleInfo | None:
         """Record only the output of the skipped root, which has returned. None if it was no batch."""
         self.root = None
-        inferred_shapes, self._infers_shapes = self._infers_shapes, False
-        if output is None or inferred_shapes:
+        is_none, self._infers_shapes, self._is_again = self._infers_shapes or self._is_again, False, False
+        if output is None or is_none:
             return None
         with self._faults, self._progress.lock:
             info = self._info

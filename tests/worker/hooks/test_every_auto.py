@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from gpuwatch.core.recorder.told_forecasts import tell_forecasts
 from gpuwatch.worker.record.value_jumps import FEWEST
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
 
 X = torch.ones(2, 4)
 
@@ -165,6 +169,51 @@ def test_what_made_a_bad_gradient_in_a_batch_that_is_left_out_is_found_by_a_seco
     assert [frame.phase for frame in frames] == ["forward", "backward"], "what the root returned stands before it"
     assert all(row.finite for row in frames[0].outputs)
     assert watched.faults == []
+
+
+@pytest.mark.parametrize("every", [1, 1000], ids=["watched", "left out"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_a_checkpointed_part_that_runs_again_is_no_call_of_the_model(watch, reentrant, every):
+    """What is kept for a second run is the model's own call, and not that of the part."""
+
+    class Checkpointed(Guarded):
+        def forward(self, x):
+            part = self[2]
+            self[2] = nn.Identity()
+            try:
+                x = super().forward(x)
+            finally:
+                self[2] = part
+            return checkpoint(part, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = Checkpointed(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
+    watched = watch(every=every, on_overflow="abort")
+    train(model, 3)
+    model.bad = True
+    with pytest.raises(OverflowDetected, match="backward of batch 3"):
+        train(model, 1)
+    (ran,) = watched.of(SecondRun)
+    assert (ran.unknown == "") is (ran.operation is not None)
+    if ran.operation is not None:
+        assert ran.operation.code == "return gradient * 1e38 * 1e38"
+    assert (ran.operation is None) is reentrant, ran.unknown
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == (3 if every > 1 else 0)
+    assert watched.faults == []
+
+
+def test_a_model_that_raised_in_a_batch_that_is_left_out_is_not_kept(watch):
+    watched = watch(every="auto")
+    model = net()
+    train(model, 5)
+    leave_out(watched)
+    model.fails = ValueError
+    with contextlib.suppress(ValueError):
+        model(X)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_forward_that_draws_random_numbers_draws_the_same_ones_again(watch):
