@@ -197,5 +197,5 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(native_writer, "NativeFrameWriter", None)
     for place in (rows, skipped_rows):
         monkeypatch.setattr(place, "measure", noted(place.measure))
-        monkeypatch.setattr(place, "stats_in_memory", noted(place.stats_in_memory))
+    monkeypatch.setattr(rows, "stats_in_memory", noted(rows.stats_in_memory))
     return seen

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -355,12 +355,17 @@ def gpu_of(device: torch.device) -> Accelerator | None:
 
 def built_gpu() -> Accelerator | None:
     """The kind of GPU that this torch is built for; None: it has the CPU alone. Asks no driver."""
-    return next((each for each in _GPUS if each.is_built()), None)
+    return next(iter(_built()), None)
+
+
+@cache
+def _built() -> tuple[Accelerator, ...]:
+    return tuple(each for each in _GPUS if each.is_built())
 
 
 def gpu_in_use() -> Accelerator | None:
     """The kind of GPU that this process has used; None if none. Does not initialise one."""
-    for each in _GPUS:  # in every step that is skipped
-        if each.is_built() and each.is_in_use():
+    for each in _built():  # in every step that is skipped
+        if each.is_in_use():
             return each
     return None

@@ -39,7 +39,7 @@ _set_stance: Any = getattr(torch.compiler, "set_stance", None)
 """Since torch 2.6."""
 ContextMaker = Callable[[], AbstractContextManager[Any]]
 T = TypeVar("T")
-function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
+_mode_stack = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
 
 
 class ForwardTarget(NamedTuple):
@@ -162,15 +162,23 @@ def runs_eagerly() -> ContextMaker | None:
     return partial(_set_stance, "force_eager") if _set_stance is not None else None
 
 
-def contexts_of_this_thread() -> list[ContextMaker]:
-    """Contexts that give another thread what torch keeps for this one. They are made and entered there."""
+def function_modes() -> list[Any]:
+    """The modes of torch functions that are on in this thread, the innermost last."""
+    return _mode_stack() if has_function_modes() else []
+
+
+def contexts_of_this_thread(modes: list[Any]) -> list[ContextMaker]:
+    """Contexts that give another thread what torch keeps for this one. They are made and entered there.
+
+    `modes`: this thread's `function_modes`.
+    """
     found: list[ContextMaker] = [torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad]
     devices, gpu = ["cpu"], gpu_in_use()
     if gpu is not None:
         devices.append(gpu.type)
         found += gpu.contexts()
-    if has_function_modes():
-        found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
+    if modes:
+        found += [partial(torch.device, mode.device) for mode in modes if hasattr(mode, "device")]
     for device in devices:
         if torch.is_autocast_enabled(device):
             found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))

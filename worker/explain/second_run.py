@@ -30,7 +30,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
-from ..device.device import has_function_modes, has_transforms, may_have_devices, without_modes
+from ..device.device import has_transforms, may_have_devices, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
@@ -140,7 +140,8 @@ class SecondRuns:
             return
         if threading.get_ident() == self._running.thread:
             begun_with = self._random if not self._running.stack else None
-            call = KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
+            contexts = contexts_of_this_thread(function_modes())
+            call = KeptCall(info, page.number, self._has_issued(info), contexts, random=begun_with)
             call.site = call_site(sys._getframe(1))
             module, (root, method) = info.ref(), self._method
             if module is not None and id(unwrap(module)) == root and info not in self._running.stack:
@@ -226,9 +227,10 @@ class SecondRuns:
                     leaves.append(kept_tensor(leaf))
                 else:
                     leaves.append(leaf)
-            ran, contexts = self._has_issued(info), contexts_of_this_thread()
+            modes = function_modes()
+            ran, contexts = self._has_issued(info), contexts_of_this_thread(modes)
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
-            kept.method, kept.refusal = self._method[1], _refusal_by_modes()
+            kept.method, kept.refusal = self._method[1], _refusal_by_modes(modes)
             kept.site = call_site(sys._getframe(1)) if self._is_late else None
             self._roots_kept[info.root.id] = kept
 
@@ -261,7 +263,7 @@ class SecondRuns:
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):
             self._why = "the arguments of its call were not finite when that returned"
             return  # a call around it may have made it
-        why = _refusal_by_modes()
+        why = _refusal_by_modes(function_modes())
         if why:
             self._end(why)
             return
@@ -283,7 +285,7 @@ class SecondRuns:
         if module is None or eager is None or named is None or not self._explains:
             return []
         run = unwrap(module)
-        if _refusal(call, run) or _refusal_by_modes():
+        if _refusal(call, run) or _refusal_by_modes(function_modes()):
             return []
         return self.rerun.lines(call, run, unwrap(named), args, kwargs, eager, bad)
 
@@ -294,7 +296,7 @@ class SecondRuns:
             self._end(why or "the model was called again since")
             return
         run, (inputs, gone), eager = unwrap(module), self._inputs_of(kept, bad), runs_eagerly()
-        why = why or gone or _refusal(kept, run) or _refusal_by_modes()
+        why = why or gone or _refusal(kept, run) or _refusal_by_modes(function_modes())
         if not why and eager is None:
             why = "compiled code ran, and this torch cannot run it eagerly"
         if why or eager is None:
@@ -340,11 +342,13 @@ def _refusal(call: KeptCall, run: nn.Module) -> str:
     return ""
 
 
-def _refusal_by_modes() -> str:
-    """Why nothing may run again under the modes of the script, as a clause; "" if it may."""
+def _refusal_by_modes(modes: list[Any]) -> str:
+    """Why nothing may run again under the modes of the script, as a clause; "" if it may.
+
+    `modes`: this thread's `function_modes`.
+    """
     if has_transforms():
         return "a transform of torch.func was on, such as vmap"
-    modes = function_modes() if has_function_modes() else []
-    if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in modes):
+    if _dispatch_modes() or (modes and any(type(mode).__name__ != "DeviceContext" for mode in modes)):
         return "the script has a mode of torch on"
     return ""

@@ -124,6 +124,8 @@ class BackwardHooks(GradientFrames):
         """Numbers of the pages whose backward has begun."""
         self.writer: Any = native_writer_of(progress, frames.rows, self)
         """The native frame writer, if there is one. Its hooks call this class for gradients that they cannot record."""
+        if self.writer is not None:
+            kept.read_plain = self.writer.numbers
 
     def attach(self) -> None:
         """Register hooks from now on. Hooks that are still registered from before record again."""
@@ -243,7 +245,7 @@ class BackwardHooks(GradientFrames):
         self.watch_graph(calls, output, page)
 
     def skipped_batch_ends(self) -> None:
-        """The next batch of a root begins, and nothing was written of the last one."""
+        """The next batch of a root begins: let go of what was kept of a skipped one before it."""
         self.given.forget()
         self._skipped = None
 
@@ -342,8 +344,7 @@ class BackwardHooks(GradientFrames):
         """A root's forward begins: the previous backward has ended."""
         self._page = None
         self._accumulated.forget()
-        self.given.forget()
-        self._skipped = None
+        self.skipped_batch_ends()
         self._read_waiting()  # the backward before has failed
         self.release()
         self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)

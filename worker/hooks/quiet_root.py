@@ -20,6 +20,10 @@ _FLAGS = (*(["_forward_hooks_with_kwargs"] if HANDS_OVER_KWARGS else []), "_forw
 """Tables of a module with the keys of hooks that get the keyword arguments, and of those called if it raises."""
 
 
+def _none() -> None:
+    return None
+
+
 class _RootHook:
     """Called when the root returns or raises. A copy of the root has one that does nothing."""
 
@@ -41,7 +45,7 @@ class QuietRoot:
         self._hooks, self._after = hooks, after
         self._root: torch.nn.Module | None = None
         """The root while it runs; after an interrupt, until the next one."""
-        self._with_hook: Callable[[], torch.nn.Module | None] = lambda: None
+        self._with_hook: Callable[[], torch.nn.Module | None] = _none
         """The root that has the hook. Weak: one that raised has it until the next one begins."""
         self._hook, self._key = _RootHook(self), RemovableHandle(OrderedDict()).id
         """The key is no other hook's. `register_forward_hook` would make a handle for each step."""
@@ -75,3 +79,4 @@ class QuietRoot:
         if root is not None:
             for name in ("_forward_hooks", *_FLAGS):
                 getattr(root, name).pop(self._key, None)
+            self._with_hook = _none

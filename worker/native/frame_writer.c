@@ -220,6 +220,18 @@ static PyObject *writer_all_local(FrameWriter *self, PyObject *parameters)
     return answer(local);
 }
 
+/* None for a tensor that is left to Python, and for what is no tensor */
+static PyObject *writer_numbers(FrameWriter *self, PyObject *tensor)
+{
+    TensorView view;
+    Numbers numbers;
+    const int is_known = (PyObject *)Py_TYPE(tensor) == self->tensor || (PyObject *)Py_TYPE(tensor) == self->parameter;
+    if (!is_known || !self->reads_host || !may_look(self) || !view_of(self->exchange, tensor, &view) || !is_plain(&view) ||
+        is_in_storage(tensor, &view) != 1 || !read_plain(&view, &numbers))
+        return settled(Py_NewRef(Py_None));
+    return settled(with_integers(PyTuple_New(3), 0, &numbers.low, 3));
+}
+
 static PyObject *writer_hook(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
 {
     if (given != 3 && given != 2)
@@ -368,6 +380,9 @@ static PyMethodDef writer_methods[] = {
     {"all_local", METHOD(writer_all_local), METH_O,
      "all_local([(name, parameter), ...]) -> bool\n\nWhether every gradient was recorded in the backward and has not "
      "changed since."},
+    {"numbers", METHOD(writer_numbers), METH_O,
+     "numbers(tensor) -> (low, high, meta) | None\n\nThe numbers of floats in host memory, all finite and without a gap. None if "
+     "Python must read it."},
     {"hook", METHOD(writer_hook), METH_FASTCALL,
      "hook(info, role[, page]) -> hook\n\nThe hook for the gradient of an output; without a page, of a parameter."},
     {NULL, NULL, 0, NULL},

@@ -5,6 +5,7 @@ A frame is written only where one of these may not be finite. Where the gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,16 +16,17 @@ from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.text import shown_name
 from ...core.values import decode
-from ..device.device import has_modes, is_on_device, without_modes
+from ..device.device import is_on_device, without_modes
 from .collectives import issued
 from .frame_writer import FrameWriter
 from .names import outputs_of
 from .recorded_row import RecordedRow
 from .roots import ModuleInfo, RootInfo
-from .tensor_stats import TensorStats, in_memory, measure, stats_in_memory
+from .tensor_stats import TensorStats, measure
 
 _SKIPPED = int(RowMark.SKIPPED)
-_READ = (RowKind.MEASURED.number, RowKind.EMPTY.number)
+_MEASURED = RowKind.MEASURED.number
+_READ = (_MEASURED, RowKind.EMPTY.number)
 
 
 class _ReturnedTensor(NamedTuple):
@@ -57,6 +59,8 @@ class SkippedRows:
         """(page, index) of frames whose numbers a device still makes: they are compared once these are there."""
         self._returned: _ReturnedOutput | None = None
         """Of the last skipped batch, until a frame shows it."""
+        self.read_plain: Callable[[torch.Tensor], tuple[int, int, int] | None] = lambda tensor: None
+        """NativeFrameWriter.numbers, if there is one."""
 
     def of_output(self, info: ModuleInfo, output: Any) -> None:
         """The root has returned `output`: tensors in any containers."""
@@ -64,17 +68,22 @@ class SkippedRows:
         if self._arriving:
             self._compare_arrived()
         returned: list[_ReturnedTensor] = []
+        is_finite = is_read = True
         for role, leaf in outputs_of(output):
             if _has_numbers(leaf):
-                numbers = _numbers_of(leaf) if not is_on_device(leaf) else None
-                if numbers is None or numbers.meta & 0xFF or numbers.kind not in _READ:
-                    without_modes(self._write_output, page, info, output)
+                numbers = self._numbers_of(leaf)
+                if numbers is None or numbers.meta & 0xFF:
+                    is_finite = False
                     break
+                is_read = is_read and numbers.kind in _READ
                 returned.append(_ReturnedTensor(role, leaf.shape, leaf.dtype, numbers))
-        else:
-            self._returned = _ReturnedOutput(page, info, issued(), returned)
+        if is_finite:
             for role, _, _, numbers in returned:
-                self._compare(info, role, numbers.high, numbers.meta)
+                self._compare(info, role, numbers)
+        if is_finite and is_read:
+            self._returned = _ReturnedOutput(page, info, issued(), returned)
+        else:
+            without_modes(self._write_output, page, info, output)
         self._progress.recorder.pause_page()
 
     def _write_output(self, page: OpenPage, info: ModuleInfo, output: Any) -> None:
@@ -85,11 +94,18 @@ class SkippedRows:
 
     def is_finite(self, info: ModuleInfo, role: str, gradient: torch.Tensor) -> bool:
         """Whether the gradient of a parameter, which the backward has made, is known to be finite."""
-        numbers = None if is_on_device(gradient) else _numbers_of(gradient)
+        numbers = self._numbers_of(gradient)
         if numbers is None or numbers.meta & 0xFF:
             return False
-        self._compare(info, role, numbers.high, numbers.meta)
+        self._compare(info, role, numbers)
         return True
+
+    def _numbers_of(self, tensor: torch.Tensor) -> TensorStats | None:
+        """Those of a tensor in host memory, whatever modes of the script are on. None for one on a device."""
+        found = self.read_plain(tensor)
+        if found is not None:
+            return TensorStats(*found, _MEASURED)
+        return None if is_on_device(tensor) else without_modes(measure, tensor)
 
     def page_of(self, root: RootInfo) -> OpenPage:
         """The page of the root's batch."""
@@ -126,21 +142,20 @@ class SkippedRows:
         ]
         self._frames.put_unjudged(info.id, FramePhase.FORWARD, seq, [row.packed for row in rows])
 
-    def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: list[RecordedRow]) -> bool:
-        """Whether a frame was written: False if all are finite."""
-        is_due = any(row.flags or row.pending for row in rows)
-        if is_due:
+    def _put(self, page: OpenPage, info: ModuleInfo, phase: FramePhase, rows: list[RecordedRow]) -> None:
+        """Write a frame, unless all rows are known to be finite."""
+        is_pending = any(row.pending for row in rows)
+        if is_pending or any(row.flags for row in rows):
             index = self._frames.put(page, info, phase, rows)
-            if self._progress.jumps is not None and any(row.pending for row in rows):
+            if self._progress.jumps is not None and is_pending:
                 self._arriving.append((page, index))
-        return is_due
 
-    def _compare(self, info: ModuleInfo, role: str, high: int, meta: int) -> None:
+    def _compare(self, info: ModuleInfo, role: str, numbers: TensorStats) -> None:
         """Have the next batches watched whole if this abs max is out of line with those before it."""
-        jumps = self._progress.jumps
+        jumps, meta = self._progress.jumps, numbers.meta
         if jumps is None or not meta:  # 0: it could not be measured
             return
-        abs_max = decode(high, meta >> 8 & 0xFF)
+        abs_max = decode(numbers.high, meta >> 8 & 0xFF)
         if jumps.is_jump((info.root.id, info.name, role), abs_max):
             place = self._progress.where(root=info.root.label)
             self._progress.alert(place, _jump_text(abs_max, role, info.name, info.cls))
@@ -167,9 +182,3 @@ def _jump_text(abs_max: float, role: str, module: str, cls: str) -> str:
 
 def _has_numbers(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-
-
-def _numbers_of(tensor: torch.Tensor) -> TensorStats:
-    """Those of a tensor in host memory, whatever modes of the script are on."""
-    place = in_memory(tensor) if not has_modes() else None
-    return stats_in_memory(tensor, *place, False) if place is not None else without_modes(measure, tensor)

@@ -31,9 +31,15 @@ class ValueJumps:
             if len(self._last) >= _MOST:
                 del self._last[next(iter(self._last))]
             last = self._last[tensor] = _LastValues()
-        largest = last.largest if len(last.values) >= FEWEST else 0.0
-        last.add(abs_max)
-        return abs_max > JUMP * largest > 0
+        values, largest = last.values, last.largest
+        is_jump = len(values) >= FEWEST and abs_max > JUMP * largest > 0
+        gone = values.popleft() if len(values) == LAST else -1.0
+        values.append(abs_max)
+        if abs_max >= largest:
+            last.largest = abs_max
+        elif gone == largest:
+            last.largest = max(values)
+        return is_jump
 
 
 class _LastValues:
@@ -42,12 +48,3 @@ class _LastValues:
     def __init__(self) -> None:
         self.values: deque[float] = deque()
         self.largest = 0.0
-
-    def add(self, abs_max: float) -> None:
-        values = self.values
-        gone = values.popleft() if len(values) == LAST else -1.0
-        values.append(abs_max)
-        if abs_max >= self.largest:
-            self.largest = abs_max
-        elif gone == self.largest:
-            self.largest = max(values)

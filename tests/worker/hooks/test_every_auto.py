@@ -80,10 +80,25 @@ def leave_out(watched) -> None:
     pace._settled, pace._every = True, 1 << 20
 
 
+@pytest.fixture
+def left_out(watch):
+    """Makes a model that is watched and has trained for five steps. From here on nearly all steps are left out."""
+
+    def begin(model=None, **options):
+        watched = watch(every="auto", **options)
+        model = model or net()
+        train(model, 5)
+        leave_out(watched)
+        return watched, model
+
+    return begin
+
+
 def train(model, steps: int):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
-        model(X).sum().backward()
+        made = model(X)
+        (made if isinstance(made, torch.Tensor) else made[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -112,11 +127,8 @@ def test_training_makes_the_same_bits(watch):
     assert watched.faults == []
 
 
-def test_an_overflow_in_a_batch_that_is_left_out_is_found_by_a_second_run(watch):
-    watched = watch(every="auto", on_overflow="abort")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_an_overflow_in_a_batch_that_is_left_out_is_found_by_a_second_run(left_out):
+    watched, model = left_out(on_overflow="abort")
     train(model, 3)
     model[1].by = 1e39
     with pytest.raises(OverflowDetected, match=r"forward of batch 8.*not inspected.*; aten.mul"):
@@ -127,11 +139,8 @@ def test_an_overflow_in_a_batch_that_is_left_out_is_found_by_a_second_run(watch)
     assert watched.faults == []
 
 
-def test_a_bad_weight_in_a_batch_that_is_left_out_names_no_operation(watch):
-    watched = watch(every="auto", on_overflow="abort")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_bad_weight_in_a_batch_that_is_left_out_names_no_operation(left_out):
+    watched, model = left_out(on_overflow="abort")
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with pytest.raises(OverflowDetected, match="not inspected"):
@@ -140,11 +149,8 @@ def test_a_bad_weight_in_a_batch_that_is_left_out_names_no_operation(watch):
     assert ran.operation is None
 
 
-def test_a_bad_gradient_in_a_batch_that_is_left_out_is_an_alarm_of_that_batch(watch):
-    watched = watch(every="auto", on_overflow="abort")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_bad_gradient_in_a_batch_that_is_left_out_is_an_alarm_of_that_batch(left_out):
+    watched, model = left_out(on_overflow="abort")
     model.bad = True
     with pytest.raises(OverflowDetected, match="backward of batch 5"):
         train(model, 1)
@@ -153,11 +159,8 @@ def test_a_bad_gradient_in_a_batch_that_is_left_out_is_an_alarm_of_that_batch(wa
     assert all(parameter.isfinite().all() for parameter in model.parameters()), "no step has used it"
 
 
-def test_what_made_a_bad_gradient_in_a_batch_that_is_left_out_is_found_by_a_second_run(watch):
-    watched = watch(every="auto", on_overflow="abort")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_what_made_a_bad_gradient_in_a_batch_that_is_left_out_is_found_by_a_second_run(left_out):
+    watched, model = left_out(on_overflow="abort")
     train(model, 3)
     model.bad = True
     with pytest.raises(OverflowDetected, match=r"backward of batch 8.*; aten.mul"):
@@ -202,11 +205,8 @@ def test_a_checkpointed_part_that_runs_again_is_no_call_of_the_model(watch, reen
     assert watched.faults == []
 
 
-def test_a_model_that_raised_in_a_batch_that_is_left_out_is_not_kept(watch):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_model_that_raised_in_a_batch_that_is_left_out_is_not_kept(left_out):
+    _, model = left_out()
     model.fails = ValueError
     with contextlib.suppress(ValueError):
         model(X)
@@ -231,11 +231,8 @@ def test_a_forward_that_draws_random_numbers_draws_the_same_ones_again(watch):
     assert watched.faults == []
 
 
-def test_a_batch_that_is_left_out_takes_no_room_in_the_recorder(watch):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_batch_that_is_left_out_takes_no_room_in_the_recorder(left_out):
+    watched, model = left_out()
     train(model, 1)
     written = watched.reader[HeadField.SEGMENT]
     train(model, 20)
@@ -245,11 +242,8 @@ def test_a_batch_that_is_left_out_takes_no_room_in_the_recorder(watch):
     assert watched.faults == []
 
 
-def test_a_gradient_that_a_hook_of_the_scripts_has_changed_in_place_explains_nothing(watch):
-    watched = watch(every="auto", on_overflow="abort")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_gradient_that_a_hook_of_the_scripts_has_changed_in_place_explains_nothing(left_out):
+    watched, model = left_out(on_overflow="abort")
     model.bad = True
     out = model(X)
     out.register_hook(lambda gradient: gradient.mul_(2))
@@ -261,11 +255,8 @@ def test_a_gradient_that_a_hook_of_the_scripts_has_changed_in_place_explains_not
     assert watched.faults == []
 
 
-def test_after_a_forecast_all_is_watched_for_a_while(watch):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_after_a_forecast_all_is_watched_for_a_while(left_out):
+    watched, model = left_out()
     train(model, 2)
     assert watched.reader[HeadField.BATCHES_SKIPPED] == 2
     tell_forecasts(watched.hooks.progress.recorder.path, 1)
@@ -277,13 +268,10 @@ def test_after_a_forecast_all_is_watched_for_a_while(watch):
 
 @pytest.mark.parametrize("device", ["host", "late"])
 @pytest.mark.parametrize("where", ["output", "gradient"])
-def test_after_a_jump_all_is_watched_for_a_while(request, watch, where, device):
+def test_after_a_jump_all_is_watched_for_a_while(request, left_out, where, device):
     if device == "late":
         request.getfixturevalue("late")
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+    watched, model = left_out()
     for _ in range(FEWEST):
         train(model, 1)
         watched.hooks.judging.finish()
@@ -305,6 +293,22 @@ def test_after_a_jump_all_is_watched_for_a_while(request, watch, where, device):
     assert (choice.every, choice.where.batch) == (1, 5 + FEWEST)
     assert choice.alert.startswith("a jump to "), choice.alert
     assert place in choice.alert
+    assert watched.faults == []
+
+
+def test_an_output_that_jumps_is_seen_beside_one_that_cannot_be_read(left_out):
+    class Both(Guarded):
+        def forward(self, x):
+            return super().forward(x), torch.empty(2, device="meta")
+
+    torch.manual_seed(0)
+    watched, model = left_out(Both(nn.Linear(4, 4), Scale(), nn.Linear(4, 4)))
+    train(model, FEWEST)
+    assert watched.of(WatchChoice) == []
+    model[1].by = 1e4
+    train(model, 1)
+    (choice,) = watched.of(WatchChoice)
+    assert "a jump to " in choice.alert
     assert watched.faults == []
 
 
@@ -346,11 +350,8 @@ def test_torchs_tables_have_our_hooks_again_whatever_ends_the_forward(watch):
     assert watched.faults == []
 
 
-def test_a_copy_of_a_model_that_raised_has_a_hook_that_does_nothing(watch):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_a_copy_of_a_model_that_raised_has_a_hook_that_does_nothing(left_out):
+    watched, model = left_out()
     model.fails = ValueError
     with pytest.raises(ValueError, match="no"):
         model(X)
@@ -360,11 +361,8 @@ def test_a_copy_of_a_model_that_raised_has_a_hook_that_does_nothing(watch):
     assert watched.faults == []
 
 
-def test_hooks_of_others_keep_their_place(watch):
-    watched = watch(every="auto")
-    model = net()
-    train(model, 5)
-    leave_out(watched)
+def test_hooks_of_others_keep_their_place(left_out):
+    watched, model = left_out()
     other = torch_module.register_module_forward_hook(lambda *_: None)
     try:
         before = hooks_of_torch()

@@ -20,6 +20,7 @@ from gpuwatch.core.recorder import layout
 from gpuwatch.worker.hooks import backward as hooks_module
 from gpuwatch.worker.hooks import native_writer as taker_module
 from gpuwatch.worker.hooks.backward import _GraphRecord
+from gpuwatch.worker.record.tensor_stats import measure
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -484,6 +485,30 @@ def test_backwards_in_many_threads(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_of_a_tensor_are_those_that_python_reads(tmp_path, dtype):
+    torch.manual_seed(0)
+    base = torch.randn(6, 4, dtype=dtype, requires_grad=True)
+    with watching(tmp_path / "x.recorder", True) as watched:
+        numbers = watched.hooks._gradients.writer.numbers
+        for tensor in (base, base.t(), base[2:4], nn.Parameter(base.detach()), torch.tensor(-0.0, dtype=dtype)):
+            assert numbers(tensor) == measure(tensor.detach())[:3]
+
+
+def test_numbers_of_what_is_not_ordinary_are_left_to_python(tmp_path):
+    freed = torch.ones(4)[1:]
+    freed.untyped_storage().resize_(0)
+    odd = [torch.tensor([1.0, float("inf")]), torch.tensor([float("nan")]), torch.ones(0), torch.ones(4)[::2], freed]
+    odd += [torch.ones(2, dtype=torch.long), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")]
+    odd += [torch.eye(2).to_sparse(), torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))]
+    with watching(tmp_path / "x.recorder", True) as watched:
+        numbers = watched.hooks._gradients.writer.numbers
+        assert [numbers(each) for each in (*odd, None, "text", [torch.ones(2)])] == [None] * (len(odd) + 3)
+        with torch.device("cpu"):  # a mode
+            assert numbers(torch.ones(2)) is None
+        assert numbers(torch.ones(2)) is not None
+
+
 def test_a_forked_child_writes_nothing(tmp_path):
     with watching(tmp_path / "x.recorder", True) as watched:
         model = nn.Linear(4, 4)
@@ -508,6 +533,9 @@ def test_wrong_parts_are_refused(tmp_path):
     class Catch:
         def __init__(self, **parts: Any) -> None:
             good.update(parts)
+
+        def numbers(self, tensor: Any) -> None:
+            """As of a tensor that Python must read."""
 
     real, taker_module.NativeFrameWriter = taker_module.NativeFrameWriter, Catch
     try:
