@@ -192,7 +192,7 @@ def report(
                 Code.NOT_IN_RUN,
                 f"--batch: expected a batch{'' if rank is None else f' of rank {rank}'} that is in the store, found "
                 f"{batch}; by default a run stores the batch of an overflow, the one before it and each rank's last; "
-                "to store more: gpuwatch launch --trace-batches N,N",
+                f"to store it: gpuwatch launch --trace-batches {batch}",
             )
     if module is not None:
         report = _only_modules(report, module)

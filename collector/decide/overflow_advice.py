@@ -13,6 +13,7 @@ from ...core.frames import FramePhase
 from ...core.roles import RoleKind, is_param_group, parse_role
 from ...core.text import joined
 from ..cause.data_cause import LOOK_AT_LOADER
+from ..cause.operation_rules import name_of
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
 from ..facts.run_facts import RunFacts
@@ -141,6 +142,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
             return f"{before} If that is finite, look at its data loader."
         return LOOK_AT_LOADER
     if first.phase == FramePhase.LOSS:
+        if clues.operation is not None:
+            return _step_for_operands(clues.operation)
         return "Look at the code of the script that computes the loss from what the model returns."
     if first.phase == FramePhase.BACKWARD:
         known = clues.operation if not first.cause else None
@@ -168,7 +171,9 @@ def _step_for_operands(operation: BadOperation) -> str:
     at = f" at {PurePath(operation.file).name}:{operation.line}" if operation.file else ""
     are_large = max((each.abs_max or 0.0 for each in operation.inputs), default=0.0) > _LARGE
     large = " so large" if are_large else ""
-    return f"Look at what makes the operands of that operation{at}{large}: abs max {joined(sizes or ['unknown'])}."
+    return (
+        f"Look at what makes the operands of `{name_of(operation)}`{at}{large}: abs max {joined(sizes or ['unknown'])}."
+    )
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

@@ -59,23 +59,29 @@ def evidence_of(
     if first.source == "outside" and first.phase in (FramePhase.BACKWARD, FramePhase.LOSS):
         doubts += _of_stages(facts, first)
     later = [other for other in order.diagnoses if order.before(first, other)]
-    for diagnosis in later[:_MAX_LINES]:
-        when = f"batch {diagnosis.batch}, {diagnosis.place}{reason(first, diagnosis)}"
-        lines.append(f"{rank_name(diagnosis.rank)} first saw a non-finite value later: {when}")
+    when = (f"batch {each.batch}, {each.place}{reason(first, each)}" for each in later)
+    lines += _alike(later, [f"first saw a non-finite value later: {text}" for text in when])
     if later and first.issued.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
     others = [other for other in order.diagnoses if other.rank not in known]
     lines += _of_silent_groups(order) if others or concurrent else []
-    for diagnosis in others[:_MAX_LINES]:
-        lines.append(
-            f"{rank_name(diagnosis.rank)} met {diagnosis.text}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
-        )
+    lines += _alike(others, [f"met {each.text}, batch {each.batch}: {_HANDED[each.source]}" for each in others])
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
     if wild is not None:
         doubts.append(wild_line(wild))
     return (Certainty.SUPPORTED if doubts else Certainty.ESTABLISHED), [*lines, *filter(None, doubts)]
+
+
+def _alike(diagnoses: list[LocalDiagnosis], said: list[str]) -> list[str]:
+    """A line for each thing that is said, with all the ranks that it holds for."""
+    ranks: dict[str, list[int]] = {}
+    for diagnosis, text in zip(diagnoses, said, strict=True):
+        ranks.setdefault(text, []).append(diagnosis.rank)
+    lines = [f"{ranks_text(sorted(who))} {text}" for text, who in ranks.items()]
+    rest = sum(map(len, [*ranks.values()][_MAX_LINES:]))
+    return [*lines[:_MAX_LINES], *([f"{counted(rest, 'more rank')} likewise, in other places"] if rest else [])]
 
 
 def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:

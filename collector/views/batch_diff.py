@@ -211,7 +211,7 @@ def _page(wish: SideRequest, rank: RankFacts, batch: int, root: str | None) -> K
     pages = rank.pages.of_batch(batch)
     if not pages:
         wanted = f"a batch of rank {rank.rank} that is in the store of run {wish.run}"
-        known, more = numbers_text(_batches(wish, rank)), "to keep more: gpuwatch launch --trace-batches N,N"
+        known, more = numbers_text(_batches(wish, rank)), f"to keep it: gpuwatch launch --trace-batches {batch}"
         raise UsageError(Code.NOT_IN_RUN, f"--batch: expected {wanted} ({known}), found {batch}; {more}")
     same = [page for page in pages if root is None or page.root == root]
     return max(same or pages, key=lambda page: page.num_frames)

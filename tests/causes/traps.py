@@ -286,7 +286,7 @@ TRAPS = [
         "a backward of its own",
         "domain",
         "a division by 0",
-        "Look at what makes the operands of that operation",
+        "Look at what makes the operands of `div`",
         lambda: run(Own(lambda h, bad: (1 + OwnBackward.apply(h).square()).sqrt()), plain),
     ),
     KnownCause("a fill that is not used", "", "", "", lambda: run(Filled(), lambda n: (plain(n)[0] * 1e25,))),

@@ -5,9 +5,10 @@ Nothing but numbers and names is kept: the graph and its tensors are let go of b
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
 from .code_place import is_of_user
 from .loss_graph import LossOrigin, origin_of
+from .operation_lines import line_in_statement
+from .saved_operands import outside_domain
 from .script_lines import source_of
 from .script_tensors import tensors_in
 
@@ -43,6 +46,7 @@ class LossLook:
         self._left = _MOST_LOOKS
         self._step = -1
         self._operation: BadOperation | None = None
+        self._nodes: list[str] = []
 
     def begins(self, loss: torch.Tensor, step: int, is_scaled: bool) -> None:
         """A backward is about to begin from a bad loss, after `step` optimizer steps. May wait for the device.
@@ -51,11 +55,13 @@ class LossLook:
         held when they were asked for until it returns, so they are not asked for then.
         """
         if step == self._step or not self._left:
-            self._operation = None  # of two losses in one step, which of them an alarm is about is not known
+            # of two losses in one step, which of them an alarm is about is not known
+            self._operation, self._nodes = None, []
             return
         self._left, self._step = self._left - 1, step
         origin = without_modes(origin_of, loss)
         self._operation = origin.operation if origin is not None else None
+        self._nodes = without_modes(outside_domain, loss) if origin is None else []
         if origin is not None and not is_scaled:
             with suppress_own(Exception):
                 self._operation = without_modes(_with_variables, origin)
@@ -64,27 +70,62 @@ class LossLook:
         """That of the bad loss after this many optimizer steps; None if it is not known."""
         return self._operation if step == self._step else None
 
+    def nodes_at(self, step: int) -> list[str]:
+        """Where no operation is certain: the nodes of its graph that were handed numbers outside of their domain."""
+        return self._nodes if step == self._step else []
+
 
 def _with_variables(origin: LossOrigin) -> BadOperation:
-    """The operation with the names of its operands, and with its line if a variable of the script's tells that."""
-    names, nearest = [""] * len(origin.handed), None
+    """The operation with the names of its operands, and with its line if that is certain."""
+    names, reach = [""] * len(origin.handed), list[_GraphVariable]()
     for frame in _own_frames():
         for name, tensor in tensors_in(frame):
             for at, edge in enumerate(origin.handed):
                 if not names[at] and _is_result(tensor, edge):
                     names[at] = name
             distance = _distance(tensor.grad_fn, origin.node)
-            if distance is not None and (nearest is None or distance < nearest.distance):
-                nearest = _GraphVariable(distance, name, frame)
+            if distance is not None:
+                reach.append(_GraphVariable(distance, name, frame))
     found = replace(origin.operation, variables=[name for name in names if name])
-    source = source_of(nearest.frame) if nearest is not None else None
-    if nearest is None or source is None:
-        return found
-    assigned = source.assigned(nearest.name.partition("[")[0], nearest.frame.f_lineno)
     operation = found.op.removeprefix("aten.").partition(".")[0]
-    if not assigned.line or operation not in assigned.ops:
-        return found
-    return replace(found, file=nearest.frame.f_code.co_filename, line=assigned.line, code=assigned.code)
+    for statement, frame in _led_to_it(reach):
+        line = line_in_statement(operation, statement, frame, _running_in(frame))
+        if line is not None:
+            return replace(found, file=line.file, line=line.line, code=line.code)
+    return found
+
+
+def _led_to_it(reach: list[_GraphVariable]) -> Iterator[tuple[ast.stmt | ast.expr, FrameType]]:
+    """(a statement, or the right side of one, that has led to an operation, the frame that runs its function).
+
+    `reach`: the variables that were computed from its result. The nearest of them all hold the same tensor: a function
+    has it under a name of its own. Where that was handed to it, or there is none, the tensor was made in a statement
+    that runs: of its caller, or of the innermost function.
+    """
+    nearest = min((each.distance for each in reach), default=0)
+    frames, outside = list(_own_frames()), 0
+    for each in reach:
+        if each.distance != nearest:
+            continue
+        source, name = source_of(each.frame), each.name.partition("[")[0]
+        value = source.value_of(name, each.frame.f_lineno) if source is not None else None
+        if value is not None:
+            yield value, each.frame
+        if source is None or not source.is_handed(name):
+            return
+        outside = frames.index(each.frame) + 1
+    source = source_of(frames[outside]) if outside < len(frames) else None
+    statement = source.statement_at(frames[outside].f_lineno) if source is not None else None
+    if statement is not None and not hasattr(statement, "body"):  # else what stands in it would count as well
+        yield statement, frames[outside]
+
+
+def _running_in(frame: FrameType) -> Iterator[CodeType]:
+    """The functions that are called within the one that `frame` runs, and run."""
+    inner: FrameType | None = sys._getframe(1)
+    while inner is not None and inner is not frame:
+        yield inner.f_code
+        inner = inner.f_back
 
 
 def _own_frames() -> Iterator[FrameType]:

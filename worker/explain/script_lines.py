@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from functools import lru_cache
 from linecache import getline, getlines
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from ...core.signal_errors import suppress_own
@@ -51,7 +51,7 @@ class FunctionSource:
     """The source of one function, or of a module."""
 
     def __init__(self, node: ast.AST, file: str) -> None:
-        self._file = file
+        self.node, self._file = node, file
         self._blocks: dict[int, list[_Block]] = {}
         """id of a statement -> the blocks that it is in, the innermost first"""
         self._statements: list[ast.stmt] = []
@@ -77,24 +77,41 @@ class FunctionSource:
 
     def assigned(self, name: str, line: int) -> AssignedLine:
         """The line that assigned `name` as the statement at `line` reads it."""
-        use = self._statement_at(line)
-        if use is None:
-            return _UNKNOWN
-        bindings, around = list(self._bindings(name)), self._blocks[id(use)]
-        last = max((each for each in bindings if each.line < use.lineno), key=lambda each: each.line, default=None)
-        if last is None or last.value is None or last.block not in around:
-            return _UNKNOWN
-        # a loop around the use that does not begin with this line may come round from another one below
-        loops = set(around[: around.index(last.block)]) & self._loops
-        if any(each.line >= use.lineno and loops & set(each.within) for each in bindings):
+        last = self._binding_at(name, line)
+        if last is None or last.value is None:
             return _UNKNOWN
         uses = list(dict.fromkeys(each.id for each in ast.walk(last.value) if isinstance(each, ast.Name)))
         ops = list(dict.fromkeys(_operations(last.value)))
         return AssignedLine(last.line, getline(self._file, last.line).strip(), uses, ops)
 
+    def value_of(self, name: str, line: int) -> ast.expr | None:
+        """The right side of that line; None if it is not known for certain."""
+        binding = self._binding_at(name, line)
+        return binding.value if binding is not None else None
+
+    def is_handed(self, name: str) -> bool:
+        """Whether it is an argument of the function, and is not assigned in it."""
+        given = self.node.args if isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+        named = [*given.posonlyargs, *given.args, *given.kwonlyargs] if given is not None else []
+        return any(each.arg == name for each in named) and next(self._bindings(name), None) is None
+
+    def _binding_at(self, name: str, line: int) -> _VariableBinding | None:
+        use = self.statement_at(line)
+        if use is None:
+            return None
+        bindings, around = list(self._bindings(name)), self._blocks[id(use)]
+        last = max((each for each in bindings if each.line < use.lineno), key=lambda each: each.line, default=None)
+        if last is None or last.block not in around:
+            return None
+        # a loop around the use that does not begin with this line may come round from another one below
+        loops = set(around[: around.index(last.block)]) & self._loops
+        if any(each.line >= use.lineno and loops & set(each.within) for each in bindings):
+            return None
+        return last
+
     def names_at(self, line: int) -> set[str]:
         """Names that the statement at a line and the conditions around it depend on."""
-        statement = self._statement_at(line)
+        statement = self.statement_at(line)
         if statement is None:
             return set()
         parts: list[ast.AST] = [*self._tests[id(statement)]]
@@ -107,7 +124,8 @@ class FunctionSource:
             found |= left
         return found
 
-    def _statement_at(self, line: int) -> ast.stmt | None:
+    def statement_at(self, line: int) -> ast.stmt | None:
+        """The innermost statement at a line."""
         inside = [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
         return max(inside, key=lambda each: (each.lineno, each.col_offset), default=None)
 
@@ -172,7 +190,11 @@ def _operations(value: ast.expr) -> Iterator[str]:
 
 def source_of(frame: FrameType) -> FunctionSource | None:
     """The source of the function that a frame runs; None if it is not to be had."""
-    code = frame.f_code
+    return source_of_code(frame.f_code)
+
+
+def source_of_code(code: CodeType) -> FunctionSource | None:
+    """Likewise, of the function with this code."""
     return _source(code.co_filename, code.co_firstlineno if code.co_name != "<module>" else 0)
 
 

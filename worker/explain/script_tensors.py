@@ -58,21 +58,26 @@ def running_frames(frame: FrameType | None) -> list[RunningFrame]:
 
 
 def script_tensors(
-    frames: Iterable[RunningFrame], *, waits: bool, losses: Sequence[torch.Tensor] | None = None
+    frames: Iterable[RunningFrame],
+    *,
+    waits: bool,
+    losses: Sequence[torch.Tensor] | None = None,
+    nodes: Sequence[str] = (),
 ) -> list[ScriptTensor]:
     """The tensors among the local variables of the script's own functions, if one of them holds nan or inf; else [].
 
     Bad ones first. Raises nothing of its own. `waits`: for the device; else what is on one that is at work is left out.
     `losses`: what a backward began from; None: the script has ended. What its last line depends on counts then, and
-    what the innermost line depends on that began a backward.
+    what the innermost line depends on that began a backward. `nodes`: those of the graph of a loss, which the backward
+    has freed, that were handed numbers outside of their domain.
     """
     with suppress_own(Exception):
-        return without_modes(_script_tensors, frames, waits, losses)
+        return without_modes(_script_tensors, frames, waits, losses, nodes)
     return []
 
 
 def _script_tensors(
-    frames: Iterable[RunningFrame], waits: bool, losses: Sequence[torch.Tensor] | None
+    frames: Iterable[RunningFrame], waits: bool, losses: Sequence[torch.Tensor] | None, nodes: Sequence[str]
 ) -> list[ScriptTensor]:
     own = [each for each in frames if is_users_file(each[0].f_code.co_filename)][:_MOST_FRAMES]
     found: list[ScriptTensor] = []
@@ -92,10 +97,12 @@ def _script_tensors(
             if not numbers.value:
                 continue
             variable = name.partition("[")[0]
-            counts = variable in asked or any(tensor is loss for loss in losses or ())
-            nodes = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
+            is_loss = any(tensor is loss for loss in losses or ())
+            counts = variable in asked or is_loss
+            behind = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
+            behind = behind or (list(nodes) if is_loss else [])
             at = source.assigned(variable, line) if source is not None else AssignedLine(0, "", [], [])
-            found.append(ScriptTensor(name, function, code.co_filename, *at, numbers, nodes, counts))
+            found.append(ScriptTensor(name, function, code.co_filename, *at, numbers, behind, counts))
     bad = [each for each in found if each.is_bad]
     finite = [each for each in found if each.numbers.value == "finite"]
     return [*bad, *finite][:_MOST_KEPT] if bad else []

@@ -280,7 +280,10 @@ class SecondLook:
         engine = running_engine() if any(value.is_bad for value in values) else None
         if engine is None and bad.frame.phase == FramePhase.LOSS:
             engine = sys._getframe()  # a GradScaler's step
-        return script_tensors(running_frames(engine), waits=True, losses=losses) if engine is not None else []
+        if engine is None:
+            return []
+        nodes = self._operations.nodes_at(bad.page.step)
+        return script_tensors(running_frames(engine), waits=True, losses=losses, nodes=nodes)
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """The first few weights that changed since they were last read, and the first of these that is not finite.

@@ -109,7 +109,18 @@ def test_local_gradients_name_the_rank_though_all_are_bad_one_step_later(make):
     peers = [reduced(make, rank, got=make.NAN, batch=2, clock={"0": 9}) for rank in (0, 2)]
     verdict = judge(make, guilty, *peers)
     assert (verdict.rank, verdict.module, verdict.phase) == (1, "length", "backward")
-    assert sum("first saw a non-finite value later" in line for line in verdict.evidence) == 2
+    (later,) = (line for line in verdict.evidence if "first saw a non-finite value later" in line)
+    assert later.startswith("ranks 0 and 2 first saw a non-finite value later: batch 2, ")
+
+
+def test_ranks_that_were_later_in_many_places_are_counted(make):
+    guilty = backward(make, 1, bad=make.NAN, batch=2, clock={"0": 8})
+    peers = [reduced(make, rank, got=make.NAN, batch=rank + 2, clock={"0": rank + 9}) for rank in range(2, 13)]
+    lines = judge(make, guilty, *peers, reduced(make, 0, got=make.NAN, batch=4, clock={"0": 11})).evidence
+    later = [line for line in lines if "later: batch" in line]
+    assert len(later) == 8
+    assert later[0].startswith("ranks 0 and 2 first saw a non-finite value later: batch 4, ")
+    assert "3 more ranks likewise, in other places" in lines
 
 
 def test_the_scripts_own_loss(make):

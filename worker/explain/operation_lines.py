@@ -1,0 +1,221 @@
+"""The line of the script that has run an operation, by its sources alone: the function that ran it has returned.
+
+    loss = criterion(model(x), y)     the statement that is known to have led to it
+    def criterion(a, b):
+        d = a - b
+        return (d ** 2).mean()        the line of `pow`
+
+If the statement itself has the operation, that is the line. Else the functions of the script that it calls are looked
+into. There a line is told only if no other one can have run the operation: each call must lead to a function that can
+be looked into, or be known to run other operations alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Iterable
+from linecache import getline
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.signal_errors import from_outside
+from .code_place import is_users_file
+from .script_lines import source_of_code
+
+_MOST_DEPTH = 3
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Add: ("add",),
+    ast.Sub: ("sub", "rsub"),
+    ast.Mult: ("mul",),
+    ast.Div: ("div", "reciprocal", "mul"),
+    ast.Mod: ("remainder",),
+    ast.Pow: ("pow",),
+    ast.MatMult: ("mm", "bmm", "mv", "dot", "addmm"),
+}
+_RUNS = {
+    **{"square": ("pow",), "divide": ("div",), "true_divide": ("div",), "multiply": ("mul",), "subtract": ("sub",)},
+    **{"matmul": ("mm", "bmm", "mv", "dot"), "linear": ("addmm", "mm", "add"), "sum": ("add",)},
+    **{"softmax": ("_softmax",), "log_softmax": ("_log_softmax",), "nll_loss": ("nll_loss_forward",)},
+    "cross_entropy": (
+        "_log_softmax",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "sum",
+        "mul",
+        "add",
+        "div",
+        "neg",
+        "mean",
+    ),
+}
+"""The operations of aten that a call of this name runs, beside one of its own name."""
+_COMPUTE = """
+    abs acos asin atan2 cos cosh erf exp exp2 expm1 log log10 log1p log2 logsumexp pow reciprocal rsqrt sigmoid sin sinh
+    sqrt tan tanh xlogy lgamma add sub mul div mm bmm dot neg sign relu where clamp clamp_min maximum minimum max min
+    mean prod amax amin cumsum cumprod std var mse_loss smooth_l1_loss huber_loss masked_fill gather index_select
+"""
+_MOVE = """
+    cat stack clone view reshape flatten squeeze unsqueeze permute transpose t expand expand_as contiguous detach float
+    half double bfloat16 to type_as size dim numel item zeros_like ones_like zeros ones full arange tensor backward
+    chunk split unbind eq ne lt le gt ge isfinite len range int zip enumerate print isinstance tuple list dict
+"""
+_KNOWN = frozenset({*_RUNS, *_COMPUTE.split(), *_MOVE.split()})
+"""Names of calls of which it is known what they run: the operation of that name, and those of `_RUNS`."""
+
+Scope = Callable[[str], Any]
+"""What a name stands for; `_UNKNOWN` if that is not known."""
+_UNKNOWN = object()
+
+
+class OperationLine(NamedTuple):
+    """A line of the script."""
+
+    file: str
+    line: int
+    code: str
+
+
+def line_in_statement(
+    operation: str, statement: ast.stmt | ast.expr, frame: FrameType, running: Iterable[CodeType] = ()
+) -> OperationLine | None:
+    """The line that has run `operation`, such as `pow`: `statement` of the function that `frame` runs led to it.
+
+    `running`: the functions that run since, which have not run it.
+    """
+    file, scope = frame.f_code.co_filename, _scope_of(frame.f_locals, frame.f_globals)
+    search = _LineSearch(operation, running)
+    search.reads(statement, scope)
+    own = _lines(operation, statement)
+    if not own:
+        search.calls(statement, scope, 0)
+    if search.is_open or len(search.found) + bool(own) != 1:
+        return None
+    if own:
+        return _line_at(file, own.pop() if len(own) == 1 else statement.lineno)
+    return _line_at(*search.found.pop())
+
+
+def _line_at(file: str, line: int) -> OperationLine:
+    return OperationLine(file, line, getline(file, line).strip())
+
+
+def _lines(operation: str, node: ast.AST) -> set[int]:
+    """The lines within a piece of source that have the operation."""
+    found = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.BinOp | ast.AugAssign) and operation in _OPERATORS.get(type(each.op), ()):
+            found.add((each.right if isinstance(each, ast.BinOp) else each.value).lineno)
+        elif isinstance(each, ast.Call):
+            name = _name_of(each)
+            if operation == name or operation in _RUNS.get(name, ()):
+                found.add(each.func.end_lineno or each.lineno)
+    return found
+
+
+def _name_of(call: ast.Call) -> str:
+    """`exp` for `torch.exp(x)` and for `x.exp_()`."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name.removesuffix("_") if not name.endswith("__") else name
+
+
+class _LineSearch:
+    def __init__(self, operation: str, running: Iterable[CodeType]) -> None:
+        self._operation = operation
+        self._looked_into = set(running)
+        self.found: set[tuple[str, int]] = set()
+        self.is_open = False
+        """A call may lead anywhere."""
+
+    def reads(self, node: ast.AST, scope: Scope) -> None:
+        """Look at the attributes that a piece of source reads: a tensor that an object keeps was computed before."""
+        functions = {id(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)}
+        for each in ast.walk(node):
+            if isinstance(each, ast.Attribute) and id(each) not in functions:
+                value, holder = _resolved(each, scope), _resolved(each.value, scope)
+                has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+                is_computed = value is _UNKNOWN and holder is not _UNKNOWN and not isinstance(holder, torch.Tensor)
+                self.is_open |= has_graph or is_computed or isinstance(value, list | tuple | dict)
+                self.is_open |= isinstance(holder, nn.Module)
+
+    def calls(self, node: ast.AST, scope: Scope, depth: int) -> None:
+        """Look into the functions that are called in a piece of source."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call):
+                self._called(each, scope, depth)
+
+    def _called(self, call: ast.Call, scope: Scope, depth: int) -> None:
+        called = _resolved(call.func, scope)
+        if isinstance(called, nn.Module):
+            return  # its calls are watched, and were finite
+        itself = called.__self__ if isinstance(called, MethodType) else _UNKNOWN
+        function = called.__func__ if isinstance(called, MethodType) else called
+        if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
+            self._look_into(function, itself, depth + 1)
+        elif _name_of(call) not in _KNOWN:
+            self.is_open = True
+
+    def _look_into(self, function: FunctionType, itself: Any, depth: int) -> None:
+        code = function.__code__
+        if code in self._looked_into:
+            return
+        self._looked_into.add(code)
+        source = source_of_code(code) if depth <= _MOST_DEPTH else None
+        if source is None:
+            self.is_open = True
+            return
+        known = {code.co_varnames[0]: itself} if itself is not _UNKNOWN and code.co_argcount else {}
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        outer = {name: _held(cell) for name, cell in cells}
+        own: dict[str, Any] = dict.fromkeys(code.co_varnames, _UNKNOWN)
+        scope = _scope_of({**outer, **own, **known}, function.__globals__)
+        self.found |= {(code.co_filename, line) for line in _lines(self._operation, source.node)}
+        self.reads(source.node, scope)
+        self.calls(source.node, scope, depth)
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError as error:  # it is empty
+        if from_outside(error):
+            raise
+        return _UNKNOWN
+
+
+def _scope_of(local: dict[str, Any], outer: dict[str, Any]) -> Scope:
+    def value_of(name: str) -> Any:
+        for table in (local, outer, vars(builtins)):
+            if name in table:
+                return table[name]
+        return _UNKNOWN
+
+    return value_of
+
+
+def _resolved(node: ast.expr, scope: Scope) -> Any:
+    """What an expression stands for, where that is known without running any of the script's code."""
+    if isinstance(node, ast.Name):
+        return scope(node.id)
+    if not isinstance(node, ast.Attribute):
+        return _UNKNOWN
+    holder = _resolved(node.value, scope)
+    if isinstance(holder, ModuleType):
+        return vars(holder).get(node.attr, _UNKNOWN)
+    if holder is _UNKNOWN:
+        return _UNKNOWN
+    made = next((vars(cls)[node.attr] for cls in type(holder).__mro__ if node.attr in vars(cls)), _UNKNOWN)
+    try:
+        held = object.__getattribute__(holder, "__dict__")
+    except AttributeError as error:  # it has slots
+        if from_outside(error):
+            raise
+        held = {}
+    for table in (held, held.get("_modules") or {} if isinstance(holder, nn.Module) else {}):
+        if node.attr in table:
+            return table[node.attr]
+    return MethodType(made, holder) if isinstance(made, FunctionType) else _UNKNOWN
