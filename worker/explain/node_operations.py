@@ -142,7 +142,7 @@ def _spread(func: Any) -> NodeRule:
     return NodeRule(("self",), call)
 
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     "acos",
     "acosh",
     "asin",
@@ -184,7 +184,7 @@ def _elementwise(name: str) -> NodeRule:
 
 
 NODE_RULES: dict[str, NodeRule] = {
-    **{f"{_CLASSES.get(name, name.capitalize())}Backward0": _elementwise(name) for name in _ELEMENTWISE},
+    **{f"{_CLASSES.get(name, name.capitalize())}Backward0": _elementwise(name) for name in ELEMENTWISE},
     "AbsBackward0": _of(aten.abs.default, "self", keeps=ALL),
     "SoftplusBackward0": _of(aten.softplus.default, "self", numbers=("beta", "threshold")),
     "LogitBackward0": _of(aten.logit.default, "self", numbers=("eps",)),

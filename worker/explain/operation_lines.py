@@ -24,6 +24,7 @@ from torch import nn
 
 from ...core.signal_errors import from_outside
 from .code_place import is_users_file
+from .node_operations import ELEMENTWISE
 from .script_lines import source_of_code
 
 _MOST_DEPTH = 3
@@ -54,16 +55,15 @@ _RUNS = {
 }
 """The operations of aten that a call of this name runs, beside one of its own name."""
 _COMPUTE = """
-    abs acos asin atan2 cos cosh erf exp exp2 expm1 log log10 log1p log2 logsumexp pow reciprocal rsqrt sigmoid sin sinh
-    sqrt tan tanh xlogy lgamma add sub mul div mm bmm dot neg sign relu where clamp clamp_min maximum minimum max min
-    mean prod amax amin cumsum cumprod std var mse_loss smooth_l1_loss huber_loss masked_fill gather index_select
+    abs logsumexp pow xlogy add sub mul div mm bmm dot neg sign relu where clamp clamp_min maximum minimum max min mean
+    prod amax amin cumsum cumprod std var mse_loss smooth_l1_loss huber_loss masked_fill gather index_select
 """
 _MOVE = """
     cat stack clone view reshape flatten squeeze unsqueeze permute transpose t expand expand_as contiguous detach float
     half double bfloat16 to type_as size dim numel item zeros_like ones_like zeros ones full arange tensor backward
     chunk split unbind eq ne lt le gt ge isfinite len range int zip enumerate print isinstance tuple list dict
 """
-_KNOWN = frozenset({*_RUNS, *_COMPUTE.split(), *_MOVE.split()})
+_KNOWN = frozenset({*_RUNS, *ELEMENTWISE, *_COMPUTE.split(), *_MOVE.split()})
 """Names of calls of which it is known what they run: the operation of that name, and those of `_RUNS`."""
 
 Scope = Callable[[str], Any]
