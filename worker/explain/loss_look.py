@@ -88,8 +88,12 @@ def _with_variables(origin: LossOrigin) -> BadOperation:
                 reach.append(_GraphVariable(distance, name, frame))
     found = replace(origin.operation, variables=[name for name in names if name])
     operation = found.op.removeprefix("aten.").partition(".")[0]
+
+    def is_result(tensor: torch.Tensor) -> bool:
+        return _distance(tensor.grad_fn, origin.node) is not None
+
     for statement, frame in _led_to_it(reach):
-        line = line_in_statement(operation, statement, frame, _running_in(frame))
+        line = line_in_statement(operation, statement, frame, is_result, _running_in(frame))
         if line is not None:
             return replace(found, file=line.file, line=line.line, code=line.code)
     return found

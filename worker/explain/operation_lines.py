@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+from collections import deque
 from collections.abc import Callable, Iterable
 from linecache import getline
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,21 +42,11 @@ _RUNS = {
     **{"square": ("pow",), "divide": ("div",), "true_divide": ("div",), "multiply": ("mul",), "subtract": ("sub",)},
     **{"matmul": ("mm", "bmm", "mv", "dot"), "linear": ("addmm", "mm", "add"), "sum": ("add",)},
     **{"softmax": ("_softmax",), "log_softmax": ("_log_softmax",), "nll_loss": ("nll_loss_forward",)},
-    "cross_entropy": (
-        "_log_softmax",
-        "nll_loss_forward",
-        "nll_loss2d_forward",
-        "sum",
-        "mul",
-        "add",
-        "div",
-        "neg",
-        "mean",
-    ),
+    "cross_entropy": ("_log_softmax", "nll_loss_forward", "nll_loss2d_forward", "sum", "mul", "add", "div", "mean"),
 }
 """The operations of aten that a call of this name runs, beside one of its own name."""
 _COMPUTE = """
-    abs logsumexp pow xlogy add sub mul div mm bmm dot neg sign relu where clamp clamp_min maximum minimum max min mean
+    abs logsumexp pow xlogy add sub mul div mm bmm dot sign where clamp clamp_min maximum minimum max min mean
     prod amax amin cumsum cumprod std var mse_loss smooth_l1_loss huber_loss masked_fill gather index_select
 """
 _MOVE = """
@@ -69,6 +60,9 @@ _KNOWN = frozenset({*_RUNS, *ELEMENTWISE, *_COMPUTE.split(), *_MOVE.split()})
 Scope = Callable[[str], Any]
 """What a name stands for; `_UNKNOWN` if that is not known."""
 _UNKNOWN = object()
+_PLAIN = (ModuleType, FunctionType, BuiltinFunctionType, type, str, bytes, int, float, NoneType)
+_LISTS = (list, tuple, set, deque)
+_MOST_OBJECTS = 10_000
 
 
 class OperationLine(NamedTuple):
@@ -80,14 +74,19 @@ class OperationLine(NamedTuple):
 
 
 def line_in_statement(
-    operation: str, statement: ast.stmt | ast.expr, frame: FrameType, running: Iterable[CodeType] = ()
+    operation: str,
+    statement: ast.stmt | ast.expr,
+    frame: FrameType,
+    is_result: Callable[[torch.Tensor], bool],
+    running: Iterable[CodeType] = (),
 ) -> OperationLine | None:
     """The line that has run `operation`, such as `pow`: `statement` of the function that `frame` runs led to it.
 
-    `running`: the functions that run since, which have not run it.
+    `is_result`: whether a tensor was computed from what the operation returned. `running`: the functions that run now,
+    called from that one: they have not run it.
     """
     file, scope = frame.f_code.co_filename, _scope_of(frame.f_locals, frame.f_globals)
-    search = _LineSearch(operation, running)
+    search = _LineSearch(operation, is_result, running)
     search.reads(statement, scope)
     own = _lines(operation, statement)
     if not own:
@@ -124,23 +123,36 @@ def _name_of(call: ast.Call) -> str:
 
 
 class _LineSearch:
-    def __init__(self, operation: str, running: Iterable[CodeType]) -> None:
-        self._operation = operation
+    def __init__(self, operation: str, is_result: Callable[[torch.Tensor], bool], running: Iterable[CodeType]) -> None:
+        self._operation, self._is_result = operation, is_result
         self._looked_into = set(running)
         self.found: set[tuple[str, int]] = set()
         self.is_open = False
-        """A call may lead anywhere."""
+        """A call may lead anywhere, or the operation has run before."""
 
     def reads(self, node: ast.AST, scope: Scope) -> None:
-        """Look at the attributes that a piece of source reads: a tensor that an object keeps was computed before."""
-        functions = {id(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)}
+        """Look at what a piece of source reads: a tensor that an object keeps may have been computed before."""
         for each in ast.walk(node):
-            if isinstance(each, ast.Attribute) and id(each) not in functions:
-                value, holder = _resolved(each, scope), _resolved(each.value, scope)
-                has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-                is_computed = value is _UNKNOWN and holder is not _UNKNOWN and not isinstance(holder, torch.Tensor)
-                self.is_open |= has_graph or is_computed or isinstance(value, list | tuple | dict)
-                self.is_open |= isinstance(holder, nn.Module)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and not self.is_open:
+                self.is_open = self._keeps_result(scope(each.id))
+
+    def _keeps_result(self, value: Any) -> bool:
+        """Whether an object is, or keeps, a tensor that was computed from the operation's result."""
+        left, seen = [value], set[int]()
+        while left:
+            each = left.pop()
+            if isinstance(each, _PLAIN) or each is _UNKNOWN or id(each) in seen:
+                continue
+            if isinstance(each, torch.Tensor):
+                if each.grad_fn is not None and self._is_result(each):
+                    return True
+                continue
+            seen.add(id(each))
+            if len(seen) > _MOST_OBJECTS:
+                return True
+            left += list(each.values()) if isinstance(each, dict) else list(each) if type(each) in _LISTS else []
+            left += _attributes_of(each).values()
+        return False
 
     def calls(self, node: ast.AST, scope: Scope, depth: int) -> None:
         """Look into the functions that are called in a piece of source."""
@@ -168,6 +180,7 @@ class _LineSearch:
         if source is None:
             self.is_open = True
             return
+        self.is_open |= self._keeps_result([function.__defaults__, function.__kwdefaults__])
         known = {code.co_varnames[0]: itself} if itself is not _UNKNOWN and code.co_argcount else {}
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         outer = {name: _held(cell) for name, cell in cells}
@@ -176,6 +189,16 @@ class _LineSearch:
         self.found |= {(code.co_filename, line) for line in _lines(self._operation, source.node)}
         self.reads(source.node, scope)
         self.calls(source.node, scope, depth)
+
+
+def _attributes_of(holder: Any) -> dict[str, Any]:
+    try:
+        held = object.__getattribute__(holder, "__dict__")
+    except AttributeError as error:  # it has slots
+        if from_outside(error):
+            raise
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _held(cell: CellType) -> Any:
@@ -209,12 +232,7 @@ def _resolved(node: ast.expr, scope: Scope) -> Any:
     if holder is _UNKNOWN:
         return _UNKNOWN
     made = next((vars(cls)[node.attr] for cls in type(holder).__mro__ if node.attr in vars(cls)), _UNKNOWN)
-    try:
-        held = object.__getattribute__(holder, "__dict__")
-    except AttributeError as error:  # it has slots
-        if from_outside(error):
-            raise
-        held = {}
+    held = _attributes_of(holder)
     for table in (held, held.get("_modules") or {} if isinstance(holder, nn.Module) else {}):
         if node.attr in table:
             return table[node.attr]

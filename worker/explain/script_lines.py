@@ -85,9 +85,14 @@ class FunctionSource:
         return AssignedLine(last.line, getline(self._file, last.line).strip(), uses, ops)
 
     def value_of(self, name: str, line: int) -> ast.expr | None:
-        """The right side of that line; None if it is not known for certain."""
+        """The right side of that line; None if it is not known for certain, or a variable that it reads was assigned or
+        deleted since."""
         binding = self._binding_at(name, line)
-        return binding.value if binding is not None else None
+        if binding is None or binding.value is None:
+            return None
+        read = {each.id for each in ast.walk(binding.value) if isinstance(each, ast.Name)}
+        changed = any(each.line >= binding.line for name in read for each in self._bindings(name))
+        return None if changed or any(_deletes(each, read) for each in self._statements) else binding.value
 
     def is_handed(self, name: str) -> bool:
         """Whether it is an argument of the function, and is not assigned in it."""
@@ -155,6 +160,11 @@ def _binds(target: ast.expr, name: str) -> bool:
     if isinstance(target, ast.Tuple | ast.List):
         return any(_binds(each, name) for each in target.elts)
     return isinstance(target, ast.Name) and target.id == name
+
+
+def _deletes(statement: ast.stmt, names: set[str]) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Delete) else []
+    return any(isinstance(each, ast.Name) and each.id in names for each in targets)
 
 
 def _holds(target: ast.AST, name: str) -> bool:
