@@ -62,7 +62,9 @@ Scope = Callable[[str], Any]
 _UNKNOWN = object()
 _PLAIN = (ModuleType, FunctionType, BuiltinFunctionType, type, str, bytes, int, float, NoneType)
 _LISTS = (list, tuple, set, deque)
-_MOST_OBJECTS = 10_000
+_MOST_OBJECTS = 100_000
+_MOST_TENSORS = 256
+"""What is looked at of an object: one that keeps more may keep anything."""
 
 
 class OperationLine(NamedTuple):
@@ -138,20 +140,22 @@ class _LineSearch:
 
     def _keeps_result(self, value: Any) -> bool:
         """Whether an object is, or keeps, a tensor that was computed from the operation's result."""
-        left, seen = [value], set[int]()
+        left, seen, asked = [value], set[int](), 0
         while left:
             each = left.pop()
             if isinstance(each, _PLAIN) or each is _UNKNOWN or id(each) in seen:
                 continue
+            seen.add(id(each))
             if isinstance(each, torch.Tensor):
-                if each.grad_fn is not None and self._is_result(each):
+                asked += each.grad_fn is not None
+                if asked > _MOST_TENSORS or (each.grad_fn is not None and self._is_result(each)):
                     return True
                 continue
-            seen.add(id(each))
-            if len(seen) > _MOST_OBJECTS:
+            # of dict itself: a class of the script's may compute its values
+            held = dict.values(each) if isinstance(each, dict) else each if type(each) in _LISTS else ()
+            if len(seen) + len(held) > _MOST_OBJECTS:
                 return True
-            left += list(each.values()) if isinstance(each, dict) else list(each) if type(each) in _LISTS else []
-            left += _attributes_of(each).values()
+            left += [*held, *_attributes_of(each).values()]
         return False
 
     def calls(self, node: ast.AST, scope: Scope, depth: int) -> None:

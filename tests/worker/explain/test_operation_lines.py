@@ -141,6 +141,16 @@ def kept_by_an_object(model, x):
     (keeper.kept + (Y**2).mean()).backward()
 
 
+def kept_in_a_table(model, x):
+    kept = {"far": [(model(x) * HUGE - Y).square().mean()]}
+    (kept["far"][0] + (Y**2).mean()).backward()
+
+
+def beside_a_large_list(model, x):
+    many = [*range(1 << 17)]
+    (squared(model(x) * HUGE, Y) * len(many)).backward()
+
+
 def under_a_condition(model, x):
     if ((model(x) * HUGE - Y) ** 2).mean().backward() is None:
         Y.pow(2)
@@ -164,6 +174,8 @@ def under_a_condition(model, x):
         (in_a_function_that_may_be_any, ""),
         (in_an_object_that_is_called, ""),
         (kept_by_an_object, ""),
+        (kept_in_a_table, ""),
+        (beside_a_large_list, ""),
         (under_a_condition, ""),
     ],
     ids=lambda each: each.__name__.replace("_", " ") if callable(each) else "",
