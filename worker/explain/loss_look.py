@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from ...core.events.alarm_evidence import BadOperation
 from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
 from .code_place import is_of_user
 from .loss_graph import LossOrigin, origin_of
-from .operation_lines import line_in_statement
+from .operation_lines import LineSearch, line_in_statement
 from .saved_operands import outside_domain
 from .script_lines import source_of
 from .script_tensors import tensors_in
@@ -48,11 +49,12 @@ class LossLook:
         self._operation: BadOperation | None = None
         self._nodes: list[str] = []
 
-    def begins(self, loss: torch.Tensor, step: int, is_scaled: bool) -> None:
+    def begins(self, loss: torch.Tensor, step: int, is_scaled: bool, is_read: Callable[[nn.Module], bool]) -> None:
         """A backward is about to begin from a bad loss, after `step` optimizer steps. May wait for the device.
 
         `is_scaled`: a GradScaler may skip this step and go on. Before Python 3.13 a function keeps what its variables
-        held when they were asked for until it returns, so they are not asked for then.
+        held when they were asked for until it returns, so they are not asked for then. `is_read`: whether a module's
+        output is, so that it was finite.
         """
         if step == self._step or not self._left:
             # of two losses in one step, which of them an alarm is about is not known
@@ -64,7 +66,7 @@ class LossLook:
         self._nodes = without_modes(outside_domain, loss) if origin is None else []
         if origin is not None and not is_scaled:
             with suppress_own(Exception):
-                self._operation = without_modes(_with_variables, origin)
+                self._operation = without_modes(_with_variables, origin, is_read)
 
     def operation_at(self, step: int) -> BadOperation | None:
         """That of the bad loss after this many optimizer steps; None if it is not known."""
@@ -75,7 +77,7 @@ class LossLook:
         return self._nodes if step == self._step else []
 
 
-def _with_variables(origin: LossOrigin) -> BadOperation:
+def _with_variables(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
     """The operation with the names of its operands, and with its line if that is certain."""
     names, reach = [""] * len(origin.handed), list[_GraphVariable]()
     for frame in _own_frames():
@@ -93,7 +95,7 @@ def _with_variables(origin: LossOrigin) -> BadOperation:
         return _distance(tensor.grad_fn, origin.node) is not None
 
     for statement, frame in _led_to_it(reach):
-        line = line_in_statement(operation, statement, frame, is_result, _running_in(frame))
+        line = line_in_statement(LineSearch(operation, is_result, is_read, _running_in(frame)), statement, frame)
         if line is not None:
             return replace(found, file=line.file, line=line.line, code=line.code)
     return found

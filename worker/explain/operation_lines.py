@@ -75,22 +75,11 @@ class OperationLine(NamedTuple):
     code: str
 
 
-def line_in_statement(
-    operation: str,
-    statement: ast.stmt | ast.expr,
-    frame: FrameType,
-    is_result: Callable[[torch.Tensor], bool],
-    running: Iterable[CodeType] = (),
-) -> OperationLine | None:
-    """The line that has run `operation`, such as `pow`: `statement` of the function that `frame` runs led to it.
-
-    `is_result`: whether a tensor was computed from what the operation returned. `running`: the functions that run now,
-    called from that one: they have not run it.
-    """
+def line_in_statement(search: LineSearch, statement: ast.stmt | ast.expr, frame: FrameType) -> OperationLine | None:
+    """The line that has run the operation: `statement` of the function that `frame` runs led to it."""
     file, scope = frame.f_code.co_filename, _scope_of(frame.f_locals, frame.f_globals)
-    search = _LineSearch(operation, is_result, running)
     search.reads(statement, scope)
-    own = _lines(operation, statement)
+    own = _lines(search.operation, statement)
     if not own:
         search.calls(statement, scope, 0)
     if search.is_open or len(search.found) + bool(own) != 1:
@@ -124,9 +113,22 @@ def _name_of(call: ast.Call) -> str:
     return name.removesuffix("_") if not name.endswith("__") else name
 
 
-class _LineSearch:
-    def __init__(self, operation: str, is_result: Callable[[torch.Tensor], bool], running: Iterable[CodeType]) -> None:
-        self._operation, self._is_result = operation, is_result
+class LineSearch:
+    """A search for one operation, such as `pow`.
+
+    `is_result`: whether a tensor was computed from what it returned. `is_read`: whether a module's output was read, and
+    finite. `running`: the functions that run now, called from that of the statement: they have not run it.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        is_result: Callable[[torch.Tensor], bool],
+        is_read: Callable[[nn.Module], bool],
+        running: Iterable[CodeType] = (),
+    ) -> None:
+        self.operation = operation
+        self._is_result, self._is_read = is_result, is_read
         self._looked_into = set(running)
         self.found: set[tuple[str, int]] = set()
         self.is_open = False
@@ -167,7 +169,8 @@ class _LineSearch:
     def _called(self, call: ast.Call, scope: Scope, depth: int) -> None:
         called = _resolved(call.func, scope)
         if isinstance(called, nn.Module):
-            return  # its calls are watched, and were finite
+            self.is_open = self.is_open or not self._is_read(called)
+            return
         itself = called.__self__ if isinstance(called, MethodType) else _UNKNOWN
         function = called.__func__ if isinstance(called, MethodType) else called
         if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
@@ -181,7 +184,7 @@ class _LineSearch:
             return
         self._looked_into.add(code)
         source = source_of_code(code) if depth <= _MOST_DEPTH else None
-        if source is None:
+        if source is None or getattr(source.node, "name", "") != code.co_name:  # a lambda
             self.is_open = True
             return
         self.is_open |= self._keeps_result([function.__defaults__, function.__kwdefaults__])
@@ -190,7 +193,7 @@ class _LineSearch:
         outer = {name: _held(cell) for name, cell in cells}
         own: dict[str, Any] = dict.fromkeys(code.co_varnames, _UNKNOWN)
         scope = _scope_of({**outer, **own, **known}, function.__globals__)
-        self.found |= {(code.co_filename, line) for line in _lines(self._operation, source.node)}
+        self.found |= {(code.co_filename, line) for line in _lines(self.operation, source.node)}
         self.reads(source.node, scope)
         self.calls(source.node, scope, depth)
 

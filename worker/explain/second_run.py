@@ -126,7 +126,12 @@ class SecondRuns:
         """
         if self.is_on and self._explains and self._bad is None:
             with self._spent:
-                self._losses.begins(loss, self._progress.step, is_scaled)
+                self._losses.begins(loss, self._progress.step, is_scaled, self._is_read)
+
+    def _is_read(self, module: nn.Module) -> bool:
+        """Whether what a module returns is read as it is called by itself."""
+        known = (root.modules.get(id(module)) for root in self._roots.infos if root.ref() is module)
+        return any(info is not None and info.watched for info in known)
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""

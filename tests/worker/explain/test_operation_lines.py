@@ -198,6 +198,18 @@ def test_the_line_of_what_made_the_loss_bad(watch: Any, case: Any, code: str) ->
     assert watched.faults == []
 
 
+def test_where_a_module_is_not_read_it_may_have_run_the_operation(watch):
+    watched = watch(modules=("no such one",), on_overflow="abort")
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(OverflowDetected):
+        in_a_function(model, x)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation is not None, ran.unknown
+    assert (ran.operation.op, ran.operation.line) == ("aten.pow.Tensor_Scalar", 0)
+
+
 def noise_ratio(a, b):
     """0 / 0 for a target of zeros. What `a` was is not known once this has returned."""
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
