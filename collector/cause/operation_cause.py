@@ -9,7 +9,7 @@ from ...core.values import DTYPE_MAX, DTYPES_OF_16_BITS
 from ..facts.diagnosis import number_text
 from ..report.verdict import OverflowCause
 from .cause_clues import CauseClues, odd_text
-from .operation_rules import beyond_float32, domain_advice, name_of, operation_rule, trial_in
+from .operation_rules import beyond_float32, domain_advice, operation_rule, trial_in
 
 _E, _S = Certainty.ESTABLISHED, Certainty.SUPPORTED
 KEEP_OPEN = (
@@ -118,5 +118,5 @@ def named_with_variables(operation: BadOperation) -> str:
 
 def named(operation: BadOperation) -> str:
     """The operation in a sentence."""
-    name = name_of(operation).strip("_").removesuffix("_forward")
+    name = operation.name.strip("_").removesuffix("_forward")
     return f"the conversion to {operation.output.dtype}" if name == "to_copy" else f"`{name}`"

@@ -101,14 +101,9 @@ _GROWS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_erfcx", "i0", "specia
 """Operations whose inf may be a number that is too large for float64 as well."""
 
 
-def name_of(operation: BadOperation) -> str:
-    """`mul_` of `aten.mul_.Tensor`."""
-    return operation.op.removeprefix("aten.").partition(".")[0]
-
-
 def operation_rule(operation: BadOperation) -> OperationRule:
     """That of its name; an empty one if there is none."""
-    name = name_of(operation)
+    name = operation.name
     return OPERATION_RULES.get(name) or OPERATION_RULES.get(name.rstrip("_"), OperationRule())
 
 
@@ -143,7 +138,7 @@ def outside_domain(operation: BadOperation) -> str:
 
 def is_large_in_float64(operation: BadOperation) -> bool:
     """Whether its result may be a number beyond float64, too."""
-    return operation.output.value != "nan" and name_of(operation).rstrip("_") in _GROWS
+    return operation.output.value != "nan" and operation.name.rstrip("_") in _GROWS
 
 
 def beyond_float32(operation: BadOperation) -> str:

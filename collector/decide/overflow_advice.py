@@ -13,7 +13,6 @@ from ...core.frames import FramePhase
 from ...core.roles import RoleKind, is_param_group, parse_role
 from ...core.text import joined
 from ..cause.data_cause import LOOK_AT_LOADER
-from ..cause.operation_rules import name_of
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.replicas import OddWeight, WildWeight, page_of, wild_weight
 from ..facts.run_facts import RunFacts
@@ -171,9 +170,7 @@ def _step_for_operands(operation: BadOperation) -> str:
     at = f" at {PurePath(operation.file).name}:{operation.line}" if operation.file else ""
     are_large = max((each.abs_max or 0.0 for each in operation.inputs), default=0.0) > _LARGE
     large = " so large" if are_large else ""
-    return (
-        f"Look at what makes the operands of `{name_of(operation)}`{at}{large}: abs max {joined(sizes or ['unknown'])}."
-    )
+    return f"Look at what makes the operands of `{operation.name}`{at}{large}: abs max {joined(sizes or ['unknown'])}."
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

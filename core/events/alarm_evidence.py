@@ -87,6 +87,11 @@ class BadOperation(msgspec.Struct, frozen=True):
     variables: list[str] = []
     """Of a loss: the script's variables that hold its operands, as far as they are known."""
 
+    @property
+    def name(self) -> str:
+        """`mul_` of `aten.mul_.Tensor`."""
+        return self.op.removeprefix("aten.").partition(".")[0]
+
 
 def operation_text(found: BadOperation, width: int = 0) -> str:
     """One line: the code, in `width` characters if that is given, its place, the operation, and the numbers.

@@ -26,10 +26,6 @@ def operation_of(row: MadeBadly, *, tries: bool = True) -> BadOperation:
     return origin.operation
 
 
-def name_of(operation: BadOperation) -> str:
-    return operation.op.removeprefix("aten.").partition(".")[0]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_rule_says_what_was_outside_and_its_mend_is_finite():
     wrong = []
@@ -37,11 +33,11 @@ def test_a_rule_says_what_was_outside_and_its_mend_is_finite():
         operation = operation_of(row)
         said, advice = outside_domain(operation), domain_advice(operation)
         if row.words not in said or bool(row.words) != bool(said):
-            wrong.append(f"{name_of(operation)}: {said!r} instead of {row.words!r}, {operation}")
+            wrong.append(f"{operation.name}: {said!r} instead of {row.words!r}, {operation}")
         if bool(said) != bool(advice):
-            wrong.append(f"{name_of(operation)}: no advice")
+            wrong.append(f"{operation.name}: no advice")
         if not bool(row.mended().isfinite().all()):
-            wrong.append(f"{name_of(operation)}: its mend is not finite")
+            wrong.append(f"{operation.name}: its mend is not finite")
     assert not wrong, "\n".join(wrong)
 
 
@@ -78,7 +74,7 @@ def test_without_trials_a_rule_is_no_less_careful():
 def test_each_rule_has_a_row():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        seen = {name.rstrip("_") for row in ROWS for name in (name_of(operation_of(row)),)}
+        seen = {name.rstrip("_") for row in ROWS for name in (operation_of(row).name,)}
     other_names = {"true_divide", "floor_divide", "float_power", "linalg_det", "_linalg_det", "linalg_inv_ex"}
     other_names |= {"nanmean", "_fused_rms_norm", "segment_reduce"}
     assert set(OPERATION_RULES) - other_names <= seen

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
 from .code_place import is_of_user
 from .loss_graph import LossOrigin, origin_of
-from .operation_lines import LineSearch, line_in_statement
+from .operation_lines import LineSearch
 from .saved_operands import outside_domain
 from .script_lines import source_of
-from .script_tensors import tensors_in
+from .script_tensors import running_frames, tensors_in
 
 _MOST_LOOKS = 16
 """In one run. A GradScaler makes losses that are inf, and goes on."""
@@ -80,7 +80,9 @@ class LossLook:
 def _with_variables(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
     """The operation with the names of its operands, and with its line if that is certain."""
     names, reach = [""] * len(origin.handed), list[_GraphVariable]()
-    for frame in _own_frames():
+    running = [frame for frame, _ in running_frames(sys._getframe(1))]
+    frames = list(filter(is_of_user, running))[:_MOST_FRAMES]
+    for frame in frames:
         for name, tensor in tensors_in(frame):
             for at, edge in enumerate(origin.handed):
                 if not names[at] and _is_result(tensor, edge):
@@ -89,27 +91,27 @@ def _with_variables(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) ->
             if distance is not None:
                 reach.append(_GraphVariable(distance, name, frame))
     found = replace(origin.operation, variables=[name for name in names if name])
-    operation = found.op.removeprefix("aten.").partition(".")[0]
 
     def is_result(tensor: torch.Tensor) -> bool:
         return _distance(tensor.grad_fn, origin.node) is not None
 
-    for statement, frame in _led_to_it(reach):
-        line = line_in_statement(LineSearch(operation, is_result, is_read, _running_in(frame)), statement, frame)
+    for statement, frame in _led_to_it(reach, frames):
+        inner = [each.f_code for each in running[: running.index(frame)]]
+        line = LineSearch(found.name, is_result, is_read, inner).line_in(statement, frame)
         if line is not None:
             return replace(found, file=line.file, line=line.line, code=line.code)
     return found
 
 
-def _led_to_it(reach: list[_GraphVariable]) -> Iterator[tuple[ast.stmt | ast.expr, FrameType]]:
+def _led_to_it(reach: list[_GraphVariable], frames: list[FrameType]) -> Iterator[tuple[ast.stmt | ast.expr, FrameType]]:
     """(a statement, or the right side of one, that has led to an operation, the frame that runs its function).
 
     `reach`: the variables that were computed from its result. The nearest of them all hold the same tensor: a function
     has it under a name of its own. Where that was handed to it, or there is none, the tensor was made in a statement
-    that runs: of its caller, or of the innermost function.
+    that runs: of its caller, or of the innermost function. `frames`: those of the script's own functions.
     """
     nearest = min((each.distance for each in reach), default=0)
-    frames, outside = list(_own_frames()), 0
+    outside = 0
     for each in reach:
         if each.distance != nearest:
             continue
@@ -124,24 +126,6 @@ def _led_to_it(reach: list[_GraphVariable]) -> Iterator[tuple[ast.stmt | ast.exp
     statement = source.statement_at(frames[outside].f_lineno) if source is not None else None
     if statement is not None and not hasattr(statement, "body"):  # else what stands in it would count as well
         yield statement, frames[outside]
-
-
-def _running_in(frame: FrameType) -> Iterator[CodeType]:
-    """The functions that are called within the one that `frame` runs, and run."""
-    inner: FrameType | None = sys._getframe(1)
-    while inner is not None and inner is not frame:
-        yield inner.f_code
-        inner = inner.f_back
-
-
-def _own_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    left = _MOST_FRAMES
-    while frame is not None and left:
-        if is_of_user(frame):
-            left -= 1
-            yield frame
-        frame = frame.f_back
 
 
 def _is_result(tensor: torch.Tensor, edge: tuple[Any, int]) -> bool:

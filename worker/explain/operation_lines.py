@@ -26,7 +26,7 @@ from torch import nn
 from ...core.signal_errors import from_outside
 from .code_place import is_users_file
 from .node_operations import ELEMENTWISE
-from .script_lines import source_of_code
+from .script_lines import called_name, source_of_code
 
 _MOST_DEPTH = 3
 _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
@@ -75,20 +75,6 @@ class OperationLine(NamedTuple):
     code: str
 
 
-def line_in_statement(search: LineSearch, statement: ast.stmt | ast.expr, frame: FrameType) -> OperationLine | None:
-    """The line that has run the operation: `statement` of the function that `frame` runs led to it."""
-    file, scope = frame.f_code.co_filename, _scope_of(frame.f_locals, frame.f_globals)
-    search.reads(statement, scope)
-    own = _lines(search.operation, statement)
-    if not own:
-        search.calls(statement, scope, 0)
-    if search.is_open or len(search.found) + bool(own) != 1:
-        return None
-    if own:
-        return _line_at(file, own.pop() if len(own) == 1 else statement.lineno)
-    return _line_at(*search.found.pop())
-
-
 def _line_at(file: str, line: int) -> OperationLine:
     return OperationLine(file, line, getline(file, line).strip())
 
@@ -107,14 +93,13 @@ def _lines(operation: str, node: ast.AST) -> set[int]:
 
 
 def _name_of(call: ast.Call) -> str:
-    """`exp` for `torch.exp(x)` and for `x.exp_()`."""
-    function = call.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    """Without the `_` of one in place."""
+    name = called_name(call)
     return name.removesuffix("_") if not name.endswith("__") else name
 
 
 class LineSearch:
-    """A search for one operation, such as `pow`.
+    """A search for the line of one operation, such as `pow`, from one statement.
 
     `is_result`: whether a tensor was computed from what it returned. `is_read`: whether a module's output was read, and
     finite. `running`: the functions that run now, called from that of the statement: they have not run it.
@@ -127,18 +112,31 @@ class LineSearch:
         is_read: Callable[[nn.Module], bool],
         running: Iterable[CodeType] = (),
     ) -> None:
-        self.operation = operation
+        self._operation = operation
         self._is_result, self._is_read = is_result, is_read
         self._looked_into = set(running)
-        self.found: set[tuple[str, int]] = set()
-        self.is_open = False
+        self._found: set[tuple[str, int]] = set()
+        self._is_open = False
         """A call may lead anywhere, or the operation has run before."""
 
-    def reads(self, node: ast.AST, scope: Scope) -> None:
+    def line_in(self, statement: ast.stmt | ast.expr, frame: FrameType) -> OperationLine | None:
+        """The line that has run the operation: `statement` of the function that `frame` runs led to it."""
+        file, scope = frame.f_code.co_filename, _scope_of(frame.f_locals, frame.f_globals)
+        self._reads(statement, scope)
+        own = _lines(self._operation, statement)
+        if not own:
+            self._calls(statement, scope, 0)
+        if self._is_open or len(self._found) + bool(own) != 1:
+            return None
+        if own:
+            return _line_at(file, own.pop() if len(own) == 1 else statement.lineno)
+        return _line_at(*self._found.pop())
+
+    def _reads(self, node: ast.AST, scope: Scope) -> None:
         """Look at what a piece of source reads: a tensor that an object keeps may have been computed before."""
         for each in ast.walk(node):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and not self.is_open:
-                self.is_open = self._keeps_result(scope(each.id))
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and not self._is_open:
+                self._is_open = self._keeps_result(scope(each.id))
 
     def _keeps_result(self, value: Any) -> bool:
         """Whether an object is, or keeps, a tensor that was computed from the operation's result."""
@@ -160,7 +158,7 @@ class LineSearch:
             left += [*held, *_attributes_of(each).values()]
         return False
 
-    def calls(self, node: ast.AST, scope: Scope, depth: int) -> None:
+    def _calls(self, node: ast.AST, scope: Scope, depth: int) -> None:
         """Look into the functions that are called in a piece of source."""
         for each in ast.walk(node):
             if isinstance(each, ast.Call):
@@ -169,14 +167,14 @@ class LineSearch:
     def _called(self, call: ast.Call, scope: Scope, depth: int) -> None:
         called = _resolved(call.func, scope)
         if isinstance(called, nn.Module):
-            self.is_open = self.is_open or not self._is_read(called)
+            self._is_open = self._is_open or not self._is_read(called)
             return
         itself = called.__self__ if isinstance(called, MethodType) else _UNKNOWN
         function = called.__func__ if isinstance(called, MethodType) else called
         if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
             self._look_into(function, itself, depth + 1)
         elif _name_of(call) not in _KNOWN:
-            self.is_open = True
+            self._is_open = True
 
     def _look_into(self, function: FunctionType, itself: Any, depth: int) -> None:
         code = function.__code__
@@ -185,17 +183,17 @@ class LineSearch:
         self._looked_into.add(code)
         source = source_of_code(code) if depth <= _MOST_DEPTH else None
         if source is None or getattr(source.node, "name", "") != code.co_name:  # a lambda
-            self.is_open = True
+            self._is_open = True
             return
-        self.is_open |= self._keeps_result([function.__defaults__, function.__kwdefaults__])
+        self._is_open |= self._keeps_result([function.__defaults__, function.__kwdefaults__])
         known = {code.co_varnames[0]: itself} if itself is not _UNKNOWN and code.co_argcount else {}
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         outer = {name: _held(cell) for name, cell in cells}
         own: dict[str, Any] = dict.fromkeys(code.co_varnames, _UNKNOWN)
         scope = _scope_of({**outer, **own, **known}, function.__globals__)
-        self.found |= {(code.co_filename, line) for line in _lines(self.operation, source.node)}
-        self.reads(source.node, scope)
-        self.calls(source.node, scope, depth)
+        self._found |= {(code.co_filename, line) for line in _lines(self._operation, source.node)}
+        self._reads(source.node, scope)
+        self._calls(source.node, scope, depth)
 
 
 def _attributes_of(holder: Any) -> dict[str, Any]:

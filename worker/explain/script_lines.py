@@ -92,7 +92,7 @@ class FunctionSource:
             return None
         read = {each.id for each in ast.walk(binding.value) if isinstance(each, ast.Name)}
         changed = any(each.line >= binding.line for name in read for each in self._bindings(name))
-        return None if changed or any(_deletes(each, read) for each in self._statements) else binding.value
+        return None if changed else binding.value
 
     def is_handed(self, name: str) -> bool:
         """Whether it is an argument of the function, and is not assigned in it."""
@@ -162,25 +162,21 @@ def _binds(target: ast.expr, name: str) -> bool:
     return isinstance(target, ast.Name) and target.id == name
 
 
-def _deletes(statement: ast.stmt, names: set[str]) -> bool:
-    targets = statement.targets if isinstance(statement, ast.Delete) else []
-    return any(isinstance(each, ast.Name) and each.id in names for each in targets)
-
-
 def _holds(target: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(target))
 
 
 def _changes(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement, without those inside of it, may change what a variable holds: `x[0] = 1`, `x.add_(1)`."""
+    """Whether a statement, without those inside of it, may change what a variable holds: `x[0] = 1`, `x.add_(1)`,
+    `del x`."""
     parts: list[ast.AST] = [statement]
     if hasattr(statement, "body"):
         parts = [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr | ast.withitem)]
     for part in parts:
         for each in ast.walk(part):
-            if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store):
+            if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store | ast.Del):
                 return True
-            is_part = isinstance(each, ast.Subscript | ast.Attribute) and isinstance(each.ctx, ast.Store)
+            is_part = isinstance(each, ast.Subscript | ast.Attribute) and isinstance(each.ctx, ast.Store | ast.Del)
             if is_part and _holds(each.value, name):  # type: ignore[attr-defined]
                 return True
             is_method = isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)
@@ -194,8 +190,12 @@ def _operations(value: ast.expr) -> Iterator[str]:
         if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
             yield _OPERATORS[type(each.op)]
         elif isinstance(each, ast.Call):
-            function = each.func
-            yield function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            yield called_name(each)
+
+
+def called_name(call: ast.Call) -> str:
+    """`exp` of `torch.exp(x)` and of `x.exp()`; "" if it has none."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def source_of(frame: FrameType) -> FunctionSource | None:

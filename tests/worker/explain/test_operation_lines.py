@@ -156,6 +156,12 @@ def under_a_condition(model, x):
         Y.pow(2)
 
 
+def run_to_the_alarm(model, backward):
+    with pytest.raises(OverflowDetected):
+        backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 @pytest.mark.parametrize(
     ("case", "code"),
     [
@@ -186,9 +192,7 @@ def test_the_line_of_what_made_the_loss_bad(watch: Any, case: Any, code: str) ->
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
     model(x).mean().backward()
-    with pytest.raises(OverflowDetected):
-        case(model, x)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    run_to_the_alarm(model, lambda: case(model, x))
     (ran,) = watched.of(SecondRun)
     assert ran.operation is not None, ran.unknown
     assert ran.operation.code == code
@@ -202,9 +206,7 @@ def test_where_a_module_is_not_read_it_may_have_run_the_operation(watch):
     watched = watch(modules=("no such one",), on_overflow="abort")
     torch.manual_seed(0)
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with pytest.raises(OverflowDetected):
-        in_a_function(model, x)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    run_to_the_alarm(model, lambda: in_a_function(model, x))
     (ran,) = watched.of(SecondRun)
     assert ran.operation is not None, ran.unknown
     assert (ran.operation.op, ran.operation.line) == ("aten.pow.Tensor_Scalar", 0)
@@ -222,9 +224,7 @@ def test_where_no_operation_is_certain_the_node_that_was_handed_a_zero_is_known(
     torch.manual_seed(0)
     model = nn.Conv1d(1, 1, 3, padding=1)  # what it returned cannot be computed again from the graph
     loss = noise_ratio(model(torch.randn(2, 1, 4)), torch.tensor([[[1.0, 2, 3, 4]], [[0, 0, 0, 0]]]))
-    with pytest.raises(OverflowDetected):
-        loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    run_to_the_alarm(model, loss.backward)
     (anomaly,) = watched.anomalies
     (variable,) = (each for each in anomaly.again.script if each.name == "loss")
     assert (variable.numbers.value, variable.nodes) == ("nan", ["DivBackward0"])
