@@ -105,7 +105,7 @@ class ModuleHooks:
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         self._root_tensors = RootTensors(frames)
-        look = LossLook()
+        look = LossLook(roots.is_read, lambda page: gradients.graphs.of(page))
         second_look = SecondLook(
             call_frames, steps.steps, scalers, self._root_tensors, summands, look, steps.loose_reader
         )
@@ -114,7 +114,9 @@ class ModuleHooks:
         self.second_runs = SecondRuns(
             frames, running, global_hooks, lambda: bool(policy.around), explained, again, look
         )
-        self._backwards = BackwardCalls(frames, gradients, only is not None, self.second_runs.loss_is_bad)
+        self._backwards = BackwardCalls(
+            frames, gradients, only is not None, self.second_runs.loss_is_bad, self.second_runs.loss_on_device
+        )
         gradients.after_backward = self.second_runs.backward_ends
         self._loaders = DataLoaderHooks(progress.faults)
         self._sources = sources = BatchSources(progress, self._loaders)

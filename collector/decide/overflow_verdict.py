@@ -238,8 +238,8 @@ def _named(
     unlike = unlike_tensor(facts, first) if first.is_origin else None
     evidence[1:1] = [*operation_lines(ran, operation, first.phase), *([unlike.line] if unlike is not None else [])]
     number, variable = number_of_ranks(facts, first.attempt), bad_variable(facts, first) if of_loss else ""
-    lacks_line = may_be_run and operation is None
-    explains = explain_command(facts, first, ran, went_on=clues.went_on) if lacks_line else []
+    lacks_line = may_be_run and (operation is None or (of_loss and not operation.line))
+    explains = explain_command(facts, first, ran, went_on=clues.went_on, operation=operation) if lacks_line else []
     place = place_of(first)
     if of_loss:
         place |= {"module": None, "cls": None, "role": None}

@@ -242,11 +242,12 @@ def explain_command(
     *,
     of_sum: bool = False,
     went_on: bool = False,
+    operation: BadOperation | None = None,
 ) -> list[str]:
     """The step that finds the line of a backward, or of a forward that could not run again, or what each rank has put
     into a sum: the run's own command with --explain. [] if that is of no use.
 
-    `went_on`: the training did, so that nothing ran again.
+    `went_on`: the training did, so that nothing ran again. `operation`: what is known without its line.
     """
     words = next((hello.command for hello in facts.hellos), [])
     is_backward = first.phase in (FramePhase.BACKWARD, FramePhase.LOSS)
@@ -262,7 +263,7 @@ def explain_command(
         at = rest.index(option) if option in rest[:-1] else len(rest)
         rest = [*rest[:at], *rest[at + 2 :]]
     command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
-    what = "the operation and its line"
+    what = "the operation and its line" if operation is None else "the line of this operation"
     if first.phase == FramePhase.BACKWARD:
         what = "the line of the forward whose backward made it"
     if of_sum:

@@ -10,13 +10,20 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from gpuwatch.core.events.alarm_evidence import BadOperation
+from gpuwatch.core.events.read_tensors import ScriptTensor
+from gpuwatch.worker.explain.kept_loss import kept_loss
 from gpuwatch.worker.explain.loss_look import LossLook
+from gpuwatch.worker.explain.script_tensors import running_frames
+from gpuwatch.worker.record.autograd_graph import AutogradGraph, GraphCalls, ReturnedOutputs, next_node
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -117,16 +124,17 @@ class DrawnScript:
 
 
 class _BadOperations(TorchDispatchMode):
-    """For each operation that makes a bad value of finite ones: the lines of `file` that run."""
+    """The operations that make a bad value of finite ones, and the lines of `file` that run them."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
         self._file = file
-        self.lines: set[int] = set()
+        self.names, self.lines = set[str](), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if any(map(_is_bad, tree_leaves(made))) and not any(map(_is_bad, tree_leaves((args, kwargs)))):
+            self.names.add(str(func))
             frame = sys._getframe(1)
             while frame is not None:
                 if frame.f_code.co_filename == self._file:
@@ -143,8 +151,42 @@ class _BackwardBegins(Exception):
     pass
 
 
-def run(seed: int, folder: Path, monkeypatch: Any) -> str:
-    """`finite`, `no operation`, `no line`, `right` or `wrong: ...`."""
+class _Model(nn.Linear):
+    """Notes what each call has returned."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.returned: list[ReturnedOutputs] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first = next_node()
+        made = super().__call__(*args, **kwargs)
+        self.returned.append(ReturnedOutputs(first, next_node(), [weakref.ref(made)]))
+        return made
+
+
+def _looked_at_later(loss: torch.Tensor, model: _Model, backward: Callable[[], Any]) -> BadOperation | None:
+    """The operation as it is told of a loss on a device: when its backward has run. Raises ValueError if the variable
+    that is told is another tensor."""
+    kept = kept_loss(loss, model.returned, False, sys._getframe(2))
+    backward()
+    graph = AutogradGraph((loss.grad_fn,), GraphCalls(0), kept_loss=kept)
+    bad: Any = SimpleNamespace(page=SimpleNamespace(number=0, step=0, losses=1))
+    look = LossLook(lambda module: True, lambda page: [graph])
+    for told in look.variables_of(bad):
+        held = [each.f_locals.get(told.name) for each, _ in running_frames(sys._getframe()) if is_of(each, told)]
+        if not any(each is loss for each in held):
+            raise ValueError(f"{told.name} of {told.function} is not the loss")
+    return look.operation_of(bad)
+
+
+def is_of(frame: FrameType, told: ScriptTensor) -> bool:
+    """Whether a frame runs the function of a variable."""
+    return frame.f_code.co_filename == told.file and frame.f_code.co_name == told.function
+
+
+def run(seed: int, folder: Path, monkeypatch: Any, is_later: bool = False) -> str:
+    """`finite`, `no operation`, `no line`, `right` or `wrong: ...`. `is_later`: as on a device."""
     path = folder / f"script{seed}.py"
     path.write_text("\n".join(DrawnScript(seed).lines) + "\n")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -153,15 +195,17 @@ def run(seed: int, folder: Path, monkeypatch: Any) -> str:
     spec.loader.exec_module(script)
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    model = nn.Linear(4, 4)
+    model, real = _Model(), torch.autograd.graph._engine_run_backward
     x, b = torch.randn(2, 4) * draw.choice([1, 1e10, 1e18]), torch.randn(2, 4) * draw.choice([0, 1, 1e15])
     found: list[BadOperation | None] = []
 
-    def begins(outputs: Any, *_: Any, **__: Any) -> None:
-        if _is_bad(outputs[0]):
-            look = LossLook()
-            look.begins(outputs[0], 0, False, lambda module: True)
-            found.append(look.operation_at(0))
+    def begins(outputs: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_bad(outputs[0]) and not found:
+            look = LossLook(lambda module: True)
+            look.begins(outputs[0], 0, False)
+            found.append(look._operation)
+            if is_later:
+                found.append(_looked_at_later(outputs[0], model, lambda: real(outputs, *args, **kwargs)))
         raise _BackwardBegins
 
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", begins)
@@ -174,18 +218,21 @@ def run(seed: int, folder: Path, monkeypatch: Any) -> str:
         return "no graph"
     if not found:
         return "finite"
-    if found[0] is None:
+    told = found[-1]
+    if told is None:
         return "no operation"
-    if not found[0].line:
-        return "no line"
     try:
         with truth:
             script.main(model, x, b)
     except _BackwardBegins:
         pass
-    return "right" if found[0].line in truth.lines else f"wrong: {path.name}:{found[0].line} ran no such operation"
+    if told.op not in truth.names:
+        return f"wrong: {path.name}: {told.op} has made nothing bad, {truth.names} have"
+    if not told.line:
+        return "no line"
+    return "right" if told.line in truth.lines else f"wrong: {path.name}:{told.line} ran no such operation"
 
 
-def count(seeds: range, folder: Path, monkeypatch: Any) -> Counter[str]:
+def count(seeds: range, folder: Path, monkeypatch: Any, is_later: bool) -> Counter[str]:
     """How many scripts ended in each of these ways."""
-    return Counter(run(seed, folder, monkeypatch) for seed in seeds)
+    return Counter(run(seed, folder, monkeypatch, is_later) for seed in seeds)

@@ -21,6 +21,7 @@ from torch.utils import _pytree
 from ...core.events.alarm_evidence import BadOperation
 from ...core.signal_errors import from_outside, suppress_own
 from ..record.bad_elements import pattern_of
+from .kept_loss import KeptLoss
 from .node_operations import NODE_RULES, NodeCall, NodeRule
 from .operands import has_numbers, number_of, numbers_of
 from .operation_trials import with_trials
@@ -44,7 +45,7 @@ class LossOrigin:
         """`handed`: the nodes that made its operands; (None, 0) for a tensor of the script's without a gradient."""
 
 
-def origin_of(loss: torch.Tensor) -> LossOrigin | None:
+def origin_of(loss: torch.Tensor | KeptLoss) -> LossOrigin | None:
     """What made the nan or inf of a tensor out of finite numbers; None if that is not certain. Waits for the device."""
     with suppress_own(Exception):  # an operation that this torch computes in another way, or no memory
         return _GraphSearch().origin(loss)
@@ -56,7 +57,7 @@ class _GraphSearch:
         self._results: dict[Any, tuple[torch.Tensor | None, ...]] = {}
         self._elements = 0
 
-    def origin(self, loss: torch.Tensor) -> LossOrigin | None:
+    def origin(self, loss: torch.Tensor | KeptLoss) -> LossOrigin | None:
         left, found = [(loss.grad_fn, loss.output_nr, True)], dict[Any, LossOrigin]()
         seen: set[Edge] = set()
         while left:

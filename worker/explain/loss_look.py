@@ -1,6 +1,7 @@
-"""What a bad loss is known to come from when its backward begins: the operation, its line, and the script's variables.
+"""What a bad loss is known to come from: the operation, its line, and the script's variables.
 
-Nothing but numbers and names is kept: the graph and its tensors are let go of before the backward runs.
+A loss in host memory is looked at in front of its backward, and nothing but numbers and names is kept. The number of
+one on a device arrives later: what was kept of its graph is looked at then.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...core.events.alarm_evidence import BadOperation
+from ...core.events.read_tensors import ScriptTensor
 from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
+from ..record.autograd_graph import AutogradGraph, running_engine
+from ..record.held_alarms import NonFiniteRow
 from .code_place import is_of_user
+from .kept_loss import KeptLoss
 from .loss_graph import LossOrigin, origin_of
+from .loss_variable import loss_variable
+from .operands import numbers_of
 from .operation_lines import LineSearch
 from .saved_operands import outside_domain
 from .script_lines import source_of
@@ -41,20 +48,26 @@ class _GraphVariable(NamedTuple):
 
 
 class LossLook:
-    """The operation of the last bad loss of a rank."""
+    """The operation of the last bad loss of a rank.
 
-    def __init__(self) -> None:
+    `is_read`: whether a module's output is, so that it was finite. `graphs_of`: those of the page of a number.
+    """
+
+    def __init__(
+        self, is_read: Callable[[nn.Module], bool], graphs_of: Callable[[int], list[AutogradGraph]] = lambda page: []
+    ) -> None:
+        self._is_read, self._graphs_of = is_read, graphs_of
         self._left = _MOST_LOOKS
-        self._step = -1
+        self._step = self._page = -1
         self._operation: BadOperation | None = None
         self._nodes: list[str] = []
+        self._variables: list[ScriptTensor] = []
 
-    def begins(self, loss: torch.Tensor, step: int, is_scaled: bool, is_read: Callable[[nn.Module], bool]) -> None:
-        """A backward is about to begin from a bad loss, after `step` optimizer steps. May wait for the device.
+    def begins(self, loss: torch.Tensor, step: int, is_scaled: bool) -> None:
+        """A backward is about to begin from a bad loss in host memory, after `step` optimizer steps.
 
         `is_scaled`: a GradScaler may skip this step and go on. Before Python 3.13 a function keeps what its variables
-        held when they were asked for until it returns, so they are not asked for then. `is_read`: whether a module's
-        output is, so that it was finite.
+        held when they were asked for until it returns, so they are not asked for then.
         """
         if step == self._step or not self._left:
             # of two losses in one step, which of them an alarm is about is not known
@@ -62,25 +75,67 @@ class LossLook:
             return
         self._left, self._step = self._left - 1, step
         origin = without_modes(origin_of, loss)
-        self._operation = origin.operation if origin is not None else None
-        self._nodes = without_modes(outside_domain, loss) if origin is None else []
+        self._found(origin, loss)
         if origin is not None and not is_scaled:
             with suppress_own(Exception):
-                self._operation = without_modes(_with_variables, origin, is_read)
+                frames = [frame for frame, _ in running_frames(sys._getframe(1))]
+                self._operation = without_modes(_with_variables, origin, self._is_read, frames, True)
 
-    def operation_at(self, step: int) -> BadOperation | None:
-        """That of the bad loss after this many optimizer steps; None if it is not known."""
-        return self._operation if step == self._step else None
+    def operation_of(self, bad: NonFiniteRow) -> BadOperation | None:
+        """The operation that made the loss of an alarm; None if it is not known. May wait for the device."""
+        self._look_later(bad)
+        return self._operation if self._is_of(bad) else None
 
-    def nodes_at(self, step: int) -> list[str]:
+    def nodes_of(self, bad: NonFiniteRow) -> list[str]:
         """Where no operation is certain: the nodes of its graph that were handed numbers outside of their domain."""
-        return self._nodes if step == self._step else []
+        self._look_later(bad)
+        return self._nodes if self._is_of(bad) else []
+
+    def variables_of(self, bad: NonFiniteRow) -> list[ScriptTensor]:
+        """The script's variable for a loss whose number has arrived from a device, if that is certain; else []."""
+        self._look_later(bad)
+        return self._variables if self._is_of(bad) else []
+
+    def _is_of(self, bad: NonFiniteRow) -> bool:
+        return bad.page.number == self._page or bad.page.step == self._step
+
+    def _look_later(self, bad: NonFiniteRow) -> None:
+        """Look at what was kept of the one loss of a page, if its number has arrived from a device."""
+        kept = [graph.kept_loss for graph in self._graphs_of(bad.page.number) if graph.kept_loss is not None]
+        if self._is_of(bad) or len(kept) != 1 or bad.page.losses > 1:
+            return
+        self._page = bad.page.number
+        (loss,) = kept
+        origin = without_modes(origin_of, loss)
+        self._found(origin, loss)
+        with suppress_own(Exception):
+            if not loss.is_scaled:
+                variable = loss_variable(loss.sites, numbers_of(loss.number)[0], self._nodes)
+                self._variables = [variable] if variable is not None else []
+            if origin is not None and not loss.is_scaled:
+                self._operation = without_modes(_with_variables_later, origin, self._is_read)
+
+    def _found(self, origin: LossOrigin | None, loss: torch.Tensor | KeptLoss) -> None:
+        self._operation = origin.operation if origin is not None else None
+        self._nodes = without_modes(outside_domain, loss) if origin is None else []
 
 
-def _with_variables(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
-    """The operation with the names of its operands, and with its line if that is certain."""
+def _with_variables_later(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
+    """As `_with_variables`. The statement that began the backward may have ended."""
+    real = LossOrigin(origin.node.itself, origin.operation, [(each and each.itself, at) for each, at in origin.handed])
+    engine = running_engine()  # it may run in another thread
+    frames = [frame for frame, _ in running_frames(engine or sys._getframe(1))]
+    return _with_variables(real, is_read, frames, engine is not None)
+
+
+def _with_variables(
+    origin: LossOrigin, is_read: Callable[[nn.Module], bool], running: list[FrameType], begins: bool
+) -> BadOperation:
+    """The operation with the names of its operands, and with its line if that is certain.
+
+    `running`: the frames, the innermost first. `begins`: they are those that call the backward.
+    """
     names, reach = [""] * len(origin.handed), list[_GraphVariable]()
-    running = [frame for frame, _ in running_frames(sys._getframe(1))]
     frames = list(filter(is_of_user, running))[:_MOST_FRAMES]
     for frame in frames:
         for name, tensor in tensors_in(frame):
@@ -95,20 +150,23 @@ def _with_variables(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) ->
     def is_result(tensor: torch.Tensor) -> bool:
         return _distance(tensor.grad_fn, origin.node) is not None
 
-    for statement, frame in _led_to_it(reach, frames):
-        inner = [each.f_code for each in running[: running.index(frame)]]
+    for statement, frame in _led_to_it(reach, frames, begins):
+        inner = [each.f_code for each in running[: running.index(frame)]] if begins else []
         line = LineSearch(found.name, is_result, is_read, inner).line_in(statement, frame)
         if line is not None:
             return replace(found, file=line.file, line=line.line, code=line.code)
     return found
 
 
-def _led_to_it(reach: list[_GraphVariable], frames: list[FrameType]) -> Iterator[tuple[ast.stmt | ast.expr, FrameType]]:
+def _led_to_it(
+    reach: list[_GraphVariable], frames: list[FrameType], begins: bool
+) -> Iterator[tuple[ast.stmt | ast.expr, FrameType]]:
     """(a statement, or the right side of one, that has led to an operation, the frame that runs its function).
 
     `reach`: the variables that were computed from its result. The nearest of them all hold the same tensor: a function
     has it under a name of its own. Where that was handed to it, or there is none, the tensor was made in a statement
-    that runs: of its caller, or of the innermost function. `frames`: those of the script's own functions.
+    that runs: of its caller, or of the innermost function. `frames`: those of the script's own functions. `begins`:
+    they call the backward; else other statements run by now.
     """
     nearest = min((each.distance for each in reach), default=0)
     outside = 0
@@ -122,7 +180,7 @@ def _led_to_it(reach: list[_GraphVariable], frames: list[FrameType]) -> Iterator
         if source is None or not source.is_handed(name):
             return
         outside = frames.index(each.frame) + 1
-    source = source_of(frames[outside]) if outside < len(frames) else None
+    source = source_of(frames[outside]) if outside < len(frames) and begins else None
     statement = source.statement_at(frames[outside].f_lineno) if source is not None else None
     if statement is not None and not hasattr(statement, "body"):  # else what stands in it would count as well
         yield statement, frames[outside]

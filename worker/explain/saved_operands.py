@@ -29,10 +29,10 @@ _OPERANDS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 """Node -> (what it saves of its operands, which elements of that its operation is not defined for)."""
 
 
-def outside_domain(tensor: torch.Tensor) -> list[str]:
+def outside_domain(tensor: Any) -> list[str]:
     """Names of the nodes, the nearest to the inputs first. [] where the graph is freed, or shows none.
 
-    Waits for the device.
+    `tensor`: one of torch's, or a KeptLoss. Waits for the device.
     """
     found: list[str] = []
     known = {tensor.grad_fn}

@@ -166,7 +166,7 @@ class SecondLook:
             graph=self._graph_of_loss(graph) if graph is not None else [],
             own_code=sources_of_loss(graph, shown) if graph is not None else [],
             own_code_of=bad.row.role if graph is not None else "",
-            proved=self._operations.operation_at(bad.page.step) is not None,
+            proved=self._operations.operation_of(bad) is not None,
             held=list(islice(dict.fromkeys(held), _MOST)),
         )
 
@@ -269,12 +269,14 @@ class SecondLook:
         """The script's variables, where its own code may have made the value: a loss, or a gradient that it changes
         before the step.
 
-        [] if the numbers arrived later, when the variables may be others, and if the training goes on: Python before
-        3.13 keeps the variables of a function alive that were asked for, until it returns.
+        The loss alone if the numbers arrived later, when the variables may be others. [] if the training goes on:
+        Python before 3.13 keeps the variables of a function alive that were asked for, until it returns.
         """
         settings = self._progress.settings
-        if (self._rows.device_buffer is not None and not settings.sync) or settings.on_overflow != "abort":
+        if settings.on_overflow != "abort":
             return []
+        if self._rows.device_buffer is not None and not settings.sync:
+            return self._operations.variables_of(bad) if bad.frame.phase == FramePhase.LOSS else []
         if bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
             return script_tensors(running_frames(sys._getframe()), waits=True, losses=())
         engine = running_engine() if any(value.is_bad for value in values) else None
@@ -282,7 +284,7 @@ class SecondLook:
             engine = sys._getframe()  # a GradScaler's step
         if engine is None:
             return []
-        nodes = self._operations.nodes_at(bad.page.step)
+        nodes = self._operations.nodes_of(bad)
         return script_tensors(running_frames(engine), waits=True, losses=losses, nodes=nodes)
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:

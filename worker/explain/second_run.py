@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +28,12 @@ from ...core.frames import FramePhase
 from ...core.marked_line import CODE_WIDTH, shown_line
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind
+from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..device.device import has_transforms, may_have_devices, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
+from ..record.autograd_graph import ReturnedOutputs
 from ..record.collectives import issued
 from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
@@ -51,6 +53,7 @@ from .forward_thread import (
     runs_eagerly,
 )
 from .kept_call import KeptCall, is_kept_weakly, is_tensor, kept_tensor, redirection, still_there
+from .kept_loss import KeptLoss, kept_loss
 from .loss_look import LossLook
 from .operands import numbers_of
 from .second_backward import SecondBackward
@@ -105,7 +108,7 @@ class SecondRuns:
             self._end("" if operation is not None else NOT_DISPATCHED, operation)
             return False
         if self.is_on and self._explains and bad.frame.phase == FramePhase.LOSS:
-            made = self._losses.operation_at(bad.page.step)
+            made = self._losses.operation_of(bad)
             if made is not None:
                 self._bad = bad
                 self._end("", made)
@@ -126,12 +129,16 @@ class SecondRuns:
         """
         if self.is_on and self._explains and self._bad is None:
             with self._spent:
-                self._losses.begins(loss, self._progress.step, is_scaled, self._is_read)
+                self._losses.begins(loss, self._progress.step, is_scaled)
 
-    def _is_read(self, module: nn.Module) -> bool:
-        """Whether what a module returns is read as it is called by itself."""
-        known = (root.modules.get(id(module)) for root in self._roots.infos if root.ref() is module)
-        return any(info is not None and info.watched for info in known)
+    def loss_on_device(
+        self, loss: torch.Tensor, returned: Iterable[ReturnedOutputs], is_scaled: bool
+    ) -> KeptLoss | None:
+        """Likewise, from a loss whose number arrives later: what its graph has saved, while it is there."""
+        if self.is_on and self._explains and self._bad is None:
+            with suppress_own(Exception):
+                return without_modes(kept_loss, loss, returned, is_scaled, sys._getframe(1))
+        return None
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""

@@ -22,7 +22,7 @@ from ...core.torch_names import NOT_SEEN_OF_BACKWARD, name_in_torch
 from ..compile import attach as traced
 from ..device.device import StreamKey, without_modes
 from ..patches import after_import
-from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients, next_node
+from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients, ReturnedOutputs, next_node
 from ..record.frame_writer import FrameWriter
 from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
@@ -36,6 +36,8 @@ from .native_writer import native_writer_of, trace_hooks_as
 _is_compiling = torch.compiler.is_compiling
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _MOST_PAGES = 64
+_MOST_RETURNED = 16
+"""Calls of roots before a backward whose outputs a loss may have been computed from."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -116,6 +118,10 @@ class BackwardHooks(GradientFrames):
         self.given = GivenGradients()
         self.began_from: tuple[weakref.ref[torch.Tensor], ...] = ()
         """The losses of the last backward that the script has called."""
+        self.returned: deque[ReturnedOutputs] = deque(maxlen=_MOST_RETURNED)
+        """Of the latest calls of roots, where numbers arrive later from a device."""
+        self.kept_loss: Any = None
+        """A KeptLoss, until the backward that has begun from it reaches the output of a root."""
         self.after_backward: Callable[[bool], None] = lambda has_arrived: None
         """Called as a backward ends, with whether no number is outstanding."""
         self._stream: StreamKey | None = None
@@ -221,6 +227,9 @@ class BackwardHooks(GradientFrames):
     def watch_graph(self, calls: GraphCalls, output: Any, page: OpenPage) -> None:
         """Remember the graph of the backward that reaches this output of a root, and read the loss of that backward."""
         tensors = [leaf for _, leaf in outputs_of(output) if isinstance(leaf, torch.Tensor)]
+        if self._rows.device_buffer is not None and calls.calls:
+            _, first, end = calls.calls[-1]
+            self.returned.append(ReturnedOutputs(first, end, [weakref.ref(each) for each in tensors[:_MOST_RETURNED]]))
         for place, leaf in enumerate(tensors):
             if not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
                 continue
@@ -291,6 +300,9 @@ class BackwardHooks(GradientFrames):
             elif self.waits and any(graph.within is not None for graph in self.graphs.running):
                 self._read_waiting()  # a backward within this one may add to the same gradients
             if graph is not None and self.graphs.is_new(graph):
+                kept, self.kept_loss = self.kept_loss, None
+                if kept is not None:
+                    self.graphs.keep(kept)
                 with self._progress.lock:
                     without_modes(self.losses.record, graph, page, self.mark(page))
         if self._sync:

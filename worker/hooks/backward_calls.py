@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from ..device.device import has_modes, is_on_device, without_modes
 from ..patches import PatchLedger
-from ..record.autograd_graph import AutogradGraph, GraphCalls
+from ..record.autograd_graph import AutogradGraph, GraphCalls, ReturnedOutputs
 from ..record.frame_writer import FrameWriter
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
@@ -27,7 +27,7 @@ _MOST_LOSSES = 4
 
 @dataclass(eq=False, repr=False)
 class BackwardCalls:
-    """Reads what each backward begins from: one number in host memory, and nothing on a device."""
+    """Reads what each backward begins from, if it is in host memory: one number."""
 
     _frames: FrameWriter
     _gradients: BackwardHooks
@@ -35,6 +35,9 @@ class BackwardCalls:
     """One model is watched: losses that reach none of its modules are not looked at."""
     _look: Callable[[torch.Tensor, bool], None]
     """Called before a backward with its loss that is not finite, and whether a GradScaler has scaled that."""
+    _keep: Callable[[torch.Tensor, Iterable[ReturnedOutputs], bool], Any]
+    """Likewise, with a loss on a device, and what roots have returned. What it returns is kept until the loss's number
+    has arrived."""
 
     def __post_init__(self) -> None:
         self._progress = self._frames.progress
@@ -48,7 +51,8 @@ class BackwardCalls:
         """Run a backward from `outputs`, as `before` does."""
         if not kwargs.get("accumulate_grad") or torch.compiler.is_compiling():
             return before(outputs, *args, **kwargs)
-        bad = self.begins(outputs)
+        # (gradients, retain_graph, create_graph, inputs): a graph that is kept is not held until its numbers arrive
+        bad = self.begins(outputs, leaves_graph=any(map(bool, args[1:4])))
         if not bad:
             return before(outputs, *args, **kwargs)
         written = self._gradients.losses.written
@@ -57,20 +61,26 @@ class BackwardCalls:
             self.record(bad)
         return result
 
-    def begins(self, outputs: Any) -> list[torch.Tensor]:
+    def begins(self, outputs: Any, leaves_graph: bool) -> list[torch.Tensor]:
         """The losses that are not finite, which have been looked at."""
         self._count += 1
         bad: list[torch.Tensor] = []
+        self._gradients.kept_loss = None
         found: tuple[weakref.ref[torch.Tensor], ...] = ()
         with self._faults:
             for each in outputs[:_MOST_LOSSES]:
                 # DTensor and other subclasses would compute: a collective, perhaps
                 if type(each) is not torch.Tensor or each.layout is not torch.strided or each.is_nested:
                     continue
-                if each.numel() == 1 and not is_on_device(each):
-                    found = (*found, weakref.ref(each))
-                    if _is_bad(each):
-                        bad.append(each)
+                if each.numel() != 1:
+                    continue
+                if is_on_device(each):
+                    if len(outputs) == 1 and not (leaves_graph or self._progress.skipped):
+                        self._gradients.kept_loss = self._keep(each, self._gradients.returned, self._gradients.scaled)
+                    continue
+                found = (*found, weakref.ref(each))
+                if _is_bad(each):
+                    bad.append(each)
             self._gradients.began_from = found
             for each in bad[:1]:
                 self._look(each, self._gradients.scaled)

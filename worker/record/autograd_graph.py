@@ -84,6 +84,14 @@ class GraphCalls:
                 open_.append(call)
 
 
+class ReturnedOutputs(NamedTuple):
+    """What the call of a root has returned, and the numbers of its nodes: from `first` up to, and without, `end`."""
+
+    first: int
+    end: int
+    outputs: list[weakref.ref[torch.Tensor]]
+
+
 class AutogradGraph(NamedTuple):
     """A graph that a backward runs through."""
 
@@ -98,6 +106,8 @@ class AutogradGraph(NamedTuple):
     """Weak references to the tensors that the backward has begun from."""
     accumulates: bool = True
     """The script has called `backward`, and not `torch.autograd.grad`."""
+    kept_loss: Any = None
+    """A KeptLoss of explain/kept_loss.py, if its numbers arrive later from a device."""
 
 
 _ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
@@ -206,6 +216,10 @@ class GraphHold:
         """Whether the running backward has reached no other root before the one of this graph, its latest."""
         return all(known.roots != graph.roots for known in self.running if known is not graph)
 
+    def keep(self, loss: Any) -> None:
+        """The latest graph begins with this KeptLoss."""
+        self.running[0] = self.running[0]._replace(kept_loss=loss)
+
     def ends(self, has_arrived: bool) -> None:
         """The backward has ended. Hold its graphs if its numbers have not arrived."""
         if not has_arrived:  # an alarm asks for them
@@ -249,7 +263,7 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
         if isinstance(node, BackwardCFunction):
             if not all(map(_is_plain, vars(node).values())):
                 return False
-        elif _TORCHS_OWN.fullmatch(node.name()) is None:
+        elif not is_of_torch(node):
             return False
         if not isinstance(getattr(node, "variable", None), Parameter | None):
             return False
@@ -261,6 +275,11 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
         if len(known) > MOST_NODES:
             return False
     return True
+
+
+def is_of_torch(node: Any) -> bool:
+    """Whether a node is torch's own: neither a torch.autograd.Function nor that of a custom operator in C++."""
+    return not isinstance(node, BackwardCFunction) and _TORCHS_OWN.fullmatch(node.name()) is not None
 
 
 def _is_plain(value: Any) -> bool:

@@ -233,6 +233,11 @@ class RankRoots:
                 return root.ref(), info.ref()
         return None, None
 
+    def is_read(self, module: nn.Module) -> bool:
+        """Whether what a module returns is read as it is called by itself."""
+        known = (root.modules.get(id(module)) for root in self.infos if root.ref() is module)
+        return any(info is not None and info.watched for info in known)
+
     def place(self, name: str, root: RootInfo | None, cls: str = NAMED_BY_SCRIPT) -> ModuleInfo:
         """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:

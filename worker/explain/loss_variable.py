@@ -1,0 +1,71 @@
+"""The variable whose tensor a backward began from, by the script's sources alone: its number arrives later.
+
+loss = criterion(model(x), y)     the line that is told
+self.manual_backward(loss)        handed on
+def manual_backward(self, loss):
+    loss.backward()               where the backward began
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from types import CodeType, FrameType
+
+from ...core.events.read_tensors import OperandNumbers, ScriptTensor
+from .code_place import CallSite, is_of_user
+from .script_lines import called_name, source_of_code
+
+_MOST_SITES = 4
+
+
+def sites_of(frame: FrameType | None) -> list[CallSite]:
+    """Where the script's own functions are, from this frame outwards: what `loss_variable` needs later."""
+    found: list[CallSite] = []
+    while frame is not None and len(found) < _MOST_SITES:
+        if is_of_user(frame):
+            found.append(CallSite(frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found
+
+
+def loss_variable(sites: Sequence[CallSite], numbers: OperandNumbers, nodes: list[str]) -> ScriptTensor | None:
+    """The variable that `backward` was called on at the first of these sites, with the line that assigned it.
+
+    None if that is not certain. `numbers`: of its tensor. `nodes`: those of its graph outside of their domain.
+    """
+    callee: CodeType | None = None
+    asked = ""
+    for site in sites:
+        source, line = source_of_code(site.f_code), site.f_lineno
+        statement = source.statement_at(line) if source is not None else None
+        if source is None or statement is None or hasattr(statement, "body"):
+            return None
+        called = callee.co_name if callee is not None else "backward"
+        calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call) and called_name(each) == called]
+        given = _handed_in(calls[0], callee, asked) if len(calls) == 1 else None
+        if not isinstance(given, ast.Name):
+            return None
+        if not source.is_handed(given.id):
+            function = getattr(site.f_code, "co_qualname", site.f_code.co_name)  # since Python 3.11
+            at = source.assigned(given.id, line)
+            known = ScriptTensor(given.id, function, site.f_code.co_filename, *at, numbers, nodes, True)
+            return known if at.line else None  # a module of this name, perhaps: `autograd.backward(loss)`
+        callee, asked = site.f_code, given.id
+    return None
+
+
+def _handed_in(call: ast.Call, callee: CodeType | None, argument: str) -> ast.expr | None:
+    """What a call hands to this argument of the function with this code; without one, what `backward` is called on."""
+    if callee is None:
+        on_tensor = isinstance(call.func, ast.Attribute) and not isinstance(call.func.value, ast.Attribute)
+        return call.func.value if on_tensor and isinstance(call.func, ast.Attribute) else None
+    named = [each.value for each in call.keywords if each.arg == argument]
+    if named or any(isinstance(each, ast.Starred) for each in call.args):
+        return named[0] if len(named) == 1 else None
+    arguments = list(callee.co_varnames[: callee.co_argcount])
+    if argument not in arguments:
+        return None
+    is_method = isinstance(call.func, ast.Attribute) and arguments[0] in ("self", "cls")
+    place = arguments.index(argument) - is_method
+    return call.args[place] if 0 <= place < len(call.args) else None
