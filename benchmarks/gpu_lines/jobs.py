@@ -107,8 +107,8 @@ def named_right(what: str, job: Job, batch: int, *, rank: int = 0, bad: str = BA
     return Row(what, passed(good), place_of(verdict), target, "" if good else job.story)
 
 
-PLACES = {"forward": "grow", "backward": "norm", "optimizer": "enter"}
-"""Phase -> the module of three_places.py that is to be named."""
+PLACES = {"forward": "grow", "loss": None, "backward": "norm", "optimizer": "enter"}
+"""Phase -> the module of three_places.py that is to be named. The loss is in none."""
 
 OVERFLOWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, bool]] = {
     "plain": ((), (), 7, True),
@@ -133,14 +133,15 @@ def overflow(device: torch.device) -> Iterator[Row]:
 
 
 def places(device: torch.device) -> Iterator[Row]:
-    """The phase and the module are named; on a device the line may be unknown, which is told."""
+    """The phase and the module are named; on a device the operation or its line may be unknown, which is told."""
     for phase, module in PLACES.items():
         job = launch("--preflight", "off", script=HERE / "three_places.py", arguments=(phase,))
         verdict = job.verdict
         found = tuple(verdict.get(key) for key in ("kind", "phase", "module", "rank", "batch"))
-        line = (verdict.get("operation") or {}).get("code") or "its line is not known"
+        operation = verdict.get("operation") or {}
+        line = operation.get("code") or f"{operation.get('op') or 'an operation'}: its line is not known"
         good = job.code == _OVERFLOW and found == ("overflow", phase, module, 0, 3)
-        target = f"{phase} of `{module}`, batch 3"
+        target = f"{phase} of `{module}`, batch 3" if module else f"{phase}, batch 3"
         yield Row(f"an overflow, {phase}", passed(good), f"{line}", target, "" if good else job.story)
     job = launch("--preflight", "off", script=HERE / "three_places.py", arguments=("none",))
     kind = str(job.verdict.get("kind"))

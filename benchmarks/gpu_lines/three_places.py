@@ -1,4 +1,5 @@
-"""A training script for the line `places`: in batch 3 a value overflows in the forward, the backward or the step."""
+"""A training script for the line `places`: in batch 3 a value overflows in the forward, the loss, the backward or the
+step."""
 
 from __future__ import annotations
 
@@ -35,15 +36,17 @@ def main(phase: str) -> None:
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     for batch in range(6):
-        x = torch.randn(4, 8).to(device)
+        x, scale = torch.randn(4, 8).to(device), torch.ones(4, 1, device=device)
         if batch == 3:
             if phase == "forward":
                 x[1] = 100
             elif phase == "backward":
                 x[1] = 0
+            elif phase == "loss":
+                scale[2] = 0
             elif phase == "optimizer":
                 optimizer.param_groups[0].update(lr=3e38, weight_decay=100.0)
-        loss = net(x).sub(1).square().mean()
+        loss = net(x).sub(1).square().div(scale).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -36,7 +36,7 @@ from .native_writer import native_writer_of, trace_hooks_as
 _is_compiling = torch.compiler.is_compiling
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _MOST_PAGES = 64
-_MOST_RETURNED = 16
+_MOST_RETURNED = 8
 """Calls of roots before a backward whose outputs a loss may have been computed from."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""

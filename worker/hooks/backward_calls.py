@@ -53,11 +53,12 @@ class BackwardCalls:
             return before(outputs, *args, **kwargs)
         # (gradients, retain_graph, create_graph, inputs): a graph that is kept is not held until its numbers arrive
         bad = self.begins(outputs, leaves_graph=any(map(bool, args[1:4])))
-        if not bad:
-            return before(outputs, *args, **kwargs)
         written = self._gradients.losses.written
-        result = before(outputs, *args, **kwargs)
-        if not (self._is_part or self._progress.skipped) and self._gradients.losses.written == written:
+        try:
+            result = before(outputs, *args, **kwargs)
+        finally:
+            self._gradients.kept_loss = None  # it has reached no root
+        if bad and not (self._is_part or self._progress.skipped) and self._gradients.losses.written == written:
             self.record(bad)
         return result
 
@@ -65,7 +66,6 @@ class BackwardCalls:
         """The losses that are not finite, which have been looked at."""
         self._count += 1
         bad: list[torch.Tensor] = []
-        self._gradients.kept_loss = None
         found: tuple[weakref.ref[torch.Tensor], ...] = ()
         with self._faults:
             for each in outputs[:_MOST_LOSSES]:

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events.alarm_evidence import BadOperation, SecondRun
 from gpuwatch.core.events.looked_again import HeldValue, LookedAgain, OwnCodeModule
 from gpuwatch.core.events.read_tensors import OperandNumbers, ScriptTensor
 from gpuwatch.core.frames import LOSS_CLASS, LOSS_MODULE, RowMark
+from gpuwatch.core.wire.messages import EventMessage
 
 SEARCHED = LookedAgain(own_code_of="output")
 """A second look that has found nothing."""
@@ -55,6 +57,19 @@ def test_the_rank_and_the_loss_are_named_and_no_module(make, number, value):
     assert verdict.statement == f"Rank 1 on alpha overflowed first: {value} in the loss, after the forward of batch 3."
     assert f"rank 1, batch 3, frame 2: the tensor on which backward was called was {value}" in verdict.evidence
     assert "rank 0: every frame received of that batch was finite" in verdict.evidence
+
+
+@pytest.mark.parametrize("line", [0, 7])
+def test_the_line_of_a_known_operation_is_to_be_had_by_another_run(make, line):
+    """On a device the script may have gone on by the time the number arrives."""
+    bad = batch(make, loss=make.INF)
+    made = BadOperation(
+        "aten.div.Tensor", "", "train.py" if line else "", line, "", [numbers()], numbers("+inf"), "all"
+    )
+    bodies = [make.hello(nproc=1), *bad.messages(), EventMessage(SecondRun(bad.anomaly.where, made))]
+    told = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1))).next
+    again = "For the line of this operation, run it again with that batch watched: gpuwatch launch --explain 3"
+    assert any(text.startswith(again) for text in told) == (not line)
 
 
 def test_a_module_that_was_bad_before_is_the_origin(make):
