@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 from ...core.events.read_tensors import OperandNumbers, ScriptTensor
 from .code_place import CallSite, is_of_user
-from .script_lines import called_name, source_of_code
+from .script_lines import source_of_code
 
 _MOST_SITES = 4
 
@@ -38,13 +38,10 @@ def loss_variable(sites: Sequence[CallSite], numbers: OperandNumbers, nodes: lis
     asked = ""
     for site in sites:
         source, line = source_of_code(site.f_code), site.f_lineno
-        statement = source.statement_at(line) if source is not None else None
-        if source is None or statement is None or hasattr(statement, "body"):
-            return None
         called = callee.co_name if callee is not None else "backward"
-        calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call) and called_name(each) == called]
+        calls = source.calls_at(line, called) if source is not None else []
         given = _handed_in(calls[0], callee, asked) if len(calls) == 1 else None
-        if not isinstance(given, ast.Name):
+        if source is None or not isinstance(given, ast.Name):
             return None
         if not source.is_handed(given.id):
             function = getattr(site.f_code, "co_qualname", site.f_code.co_name)  # since Python 3.11

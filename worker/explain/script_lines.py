@@ -130,9 +130,17 @@ class FunctionSource:
         return found
 
     def statement_at(self, line: int) -> ast.stmt | None:
-        """The innermost statement at a line."""
-        inside = [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
-        return max(inside, key=lambda each: (each.lineno, each.col_offset), default=None)
+        """The innermost statement at a line; of several beside each other the last one."""
+        return max(self._at(line), key=lambda each: (each.lineno, each.col_offset), default=None)
+
+    def calls_at(self, line: int, name: str) -> list[ast.Call]:
+        """The calls of this name in the statements at a line that hold no others."""
+        simple = [each for each in self._at(line) if not hasattr(each, "body")]
+        calls = (each for statement in simple for each in ast.walk(statement) if isinstance(each, ast.Call))
+        return [each for each in calls if called_name(each) == name]
+
+    def _at(self, line: int) -> list[ast.stmt]:
+        return [each for each in self._statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
 
     def _bindings(self, name: str) -> Iterator[_VariableBinding]:
         for each in self._statements:

@@ -230,6 +230,7 @@ VARIABLES = {
     "handed on by name": ("value = w.sum()\n    back(loss=value)", "value", 2),
     "to a method": ("value = w.sum()\n    Engine().backward(value)", "value", 2),
     "divided": ("loss = w.sum()\n    loss = loss / 2\n    loss.backward()", "loss", 3),
+    "beside others": ("value = w.sum()\n    print(); value.backward(); print()", "value", 2),
     "no variable": ("w.sum().backward()", None, 0),
     "of a module of torch": ("value = w.sum()\n    autograd.backward(value)", None, 0),
     "in two branches": ("if w.sum() > 0:\n        loss = w.sum()\n    loss.backward()", None, 0),
