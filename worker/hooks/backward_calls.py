@@ -40,7 +40,7 @@ class BackwardCalls:
     has arrived."""
 
     def __post_init__(self) -> None:
-        self._progress = self._frames.progress
+        self._progress, self._rows = self._frames.progress, self._frames.rows
         self._faults, self._count = self._progress.faults.within("the loss"), 0
 
     def attach(self, patches: PatchLedger) -> None:
@@ -75,7 +75,7 @@ class BackwardCalls:
                 if each.numel() != 1:
                     continue
                 if is_on_device(each):
-                    if len(outputs) == 1 and not (leaves_graph or self._progress.skipped):
+                    if len(outputs) == 1 and not (leaves_graph or self._progress.skipped or self._rows.is_capturing):
                         self._gradients.kept_loss = self._keep(each, self._gradients.returned, self._gradients.scaled)
                     continue
                 found = (*found, weakref.ref(each))

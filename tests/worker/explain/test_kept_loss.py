@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.explain.kept_loss import KeptLoss, kept_loss
@@ -211,6 +213,37 @@ def test_nothing_is_held_once_the_numbers_are_there(late, watch):
     model(torch.ones(2, 3))
     gc.collect()
     assert [each() for each in made] == [None] * 4
+    assert watched.faults == []
+
+
+def run_until_the_step(sync, watched):
+    """A loss of batch 1 that divides by 0."""
+    model, divisor = nn.Linear(3, 3), torch.ones(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(2):
+        if batch:
+            divisor = torch.zeros(2, 3)
+        out = model(torch.ones(2, 3))
+        quotient = out.square() / divisor
+        loss = quotient.mean()
+        loss.backward()
+        if not sync:
+            watched.settle()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_operation_its_line_and_the_variable_are_told(late, watch, sync):
+    watched = watch(on_overflow="abort", sync=sync)
+    with pytest.raises(
+        OverflowDetected, match=r"in the loss, after the forward of batch 1; aten\.div\.Tensor made it at"
+    ):
+        run_until_the_step(sync, watched)
+    (ran,) = watched.of(SecondRun)
+    (alarm,) = watched.anomalies
+    assert (ran.operation.op, ran.operation.code) == ("aten.div.Tensor", "quotient = out.square() / divisor")
+    assert {"quotient", "loss"} >= {told.name for told in alarm.again.script if told.is_bad}
+    assert "loss" in [told.name for told in alarm.again.script]
     assert watched.faults == []
 
 
