@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils import _pytree
@@ -105,6 +106,8 @@ class SecondRuns:
         """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
         if self.explained.covers(bad):
             self._bad, operation = bad, self.explained.operation_for(bad)
+            if bad.frame.phase == FramePhase.LOSS:
+                operation = _placed(self._losses.operation_of(bad), operation)
             self._end("" if operation is not None else NOT_DISPATCHED, operation)
             return False
         if self.is_on and self._explains and bad.frame.phase == FramePhase.LOSS:
@@ -352,6 +355,15 @@ def _refusal(call: KeptCall, run: nn.Module) -> str:
     if call.issued:
         return "collectives ran within the call; with --sync a part of it without collectives may run again"
     return ""
+
+
+def _placed(looked_at: BadOperation | None, watched: BadOperation | None) -> BadOperation | None:
+    """The operation of a loss as its graph tells it, with what was tried, at the line where it was seen to run."""
+    if looked_at is None or watched is None or looked_at.op != watched.op:
+        return watched or looked_at
+    return msgspec.structs.replace(
+        looked_at, file=watched.file, line=watched.line, code=watched.code, columns=watched.columns
+    )
 
 
 def _refusal_by_modes(modes: list[Any]) -> str:

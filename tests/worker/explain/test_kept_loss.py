@@ -247,6 +247,15 @@ def test_the_operation_its_line_and_the_variable_are_told(late, watch, sync):
     assert watched.faults == []
 
 
+def test_a_batch_that_is_watched_from_the_start_has_what_was_tried_too(late, watch):
+    watched = watch(on_overflow="abort", explain=1)
+    with pytest.raises(OverflowDetected):
+        run_until_the_step(False, watched)
+    (ran,) = watched.of(SecondRun)
+    assert (ran.operation.op, ran.operation.code) == ("aten.div.Tensor", "quotient = out.square() / divisor")
+    assert ran.operation.trials
+
+
 def test_nothing_is_kept_if_the_training_goes_on_after_an_overflow(late, watch, monkeypatch):
     kept: list[Any] = []
     watched = watch(on_overflow="continue")
