@@ -173,7 +173,8 @@ def _looked_at_later(loss: torch.Tensor, model: _Model, backward: Callable[[], A
     graph = AutogradGraph((loss.grad_fn,), GraphCalls(0), kept_loss=kept)
     bad: Any = SimpleNamespace(page=SimpleNamespace(number=0, step=0, losses=1))
     look = LossLook(lambda module: True, lambda page: [graph])
-    for told in look.variables_of(bad):
+    told = look.variable_of(bad)
+    if told is not None:
         held = [each.f_locals.get(told.name) for each, _ in running_frames(sys._getframe()) if is_of(each, told)]
         if not any(each is loss for each in held):
             raise ValueError(f"{told.name} of {told.function} is not the loss")

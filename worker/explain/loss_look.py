@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,10 +22,10 @@ from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
 from ..record.autograd_graph import AutogradGraph, running_engine
 from ..record.held_alarms import NonFiniteRow
-from .code_place import is_of_user
+from .code_place import CallSite, is_of_user
 from .kept_loss import KeptLoss
 from .loss_graph import LossOrigin, origin_of
-from .loss_variable import loss_variable
+from .loss_variable import loss_variable, still_holds
 from .operands import numbers_of
 from .operation_lines import LineSearch
 from .saved_operands import outside_domain
@@ -61,7 +61,7 @@ class LossLook:
         self._step = self._page = -1
         self._operation: BadOperation | None = None
         self._nodes: list[str] = []
-        self._variables: list[ScriptTensor] = []
+        self._variable: tuple[ScriptTensor, CallSite] | None = None
 
     def begins(self, loss: torch.Tensor, step: int, is_scaled: bool) -> None:
         """A backward is about to begin from a bad loss in host memory, after `step` optimizer steps.
@@ -91,10 +91,15 @@ class LossLook:
         self._look_later(bad)
         return self._nodes if self._is_of(bad) else []
 
-    def variables_of(self, bad: NonFiniteRow) -> list[ScriptTensor]:
-        """The script's variable for a loss whose number has arrived from a device, if that is certain; else []."""
+    def variable_of(self, bad: NonFiniteRow) -> ScriptTensor | None:
+        """The script's variable for a loss whose number has arrived from a device; None if that is not certain."""
         self._look_later(bad)
-        return self._variables if self._is_of(bad) else []
+        return self._variable[0] if self._variable is not None and self._is_of(bad) else None
+
+    def has_not_gone_on(self, bad: NonFiniteRow, losses: Sequence[torch.Tensor], frame: FrameType) -> bool:
+        """Whether the script's variables are still those of such a loss. `frame`: the innermost that runs."""
+        known = self.variable_of(bad) is not None and len(losses) == 1
+        return known and self._variable is not None and still_holds(*self._variable, losses[0], frame)
 
     def _is_of(self, bad: NonFiniteRow) -> bool:
         return bad.page.number == self._page or bad.page.step == self._step
@@ -110,8 +115,7 @@ class LossLook:
         self._found(origin, loss)
         with suppress_own(Exception):
             if not loss.is_scaled:
-                variable = loss_variable(loss.sites, numbers_of(loss.number)[0], self._nodes)
-                self._variables = [variable] if variable is not None else []
+                self._variable = loss_variable(loss.sites, numbers_of(loss.number)[0], self._nodes)
             if origin is not None and not loss.is_scaled:
                 self._operation = without_modes(_with_variables_later, origin, self._is_read)
 

@@ -12,6 +12,8 @@ import ast
 from collections.abc import Sequence
 from types import CodeType, FrameType
 
+import torch
+
 from ...core.events.read_tensors import OperandNumbers, ScriptTensor
 from .code_place import CallSite, is_of_user
 from .script_lines import source_of_code
@@ -29,8 +31,10 @@ def sites_of(frame: FrameType | None) -> list[CallSite]:
     return found
 
 
-def loss_variable(sites: Sequence[CallSite], numbers: OperandNumbers, nodes: list[str]) -> ScriptTensor | None:
-    """The variable that `backward` was called on at the first of these sites, with the line that assigned it.
+def loss_variable(
+    sites: Sequence[CallSite], numbers: OperandNumbers, nodes: list[str]
+) -> tuple[ScriptTensor, CallSite] | None:
+    """(the variable that `backward` was called on at the first of these sites, that of them where it was handed on).
 
     None if that is not certain. `numbers`: of its tensor. `nodes`: those of its graph outside of their domain.
     """
@@ -47,9 +51,20 @@ def loss_variable(sites: Sequence[CallSite], numbers: OperandNumbers, nodes: lis
             function = getattr(site.f_code, "co_qualname", site.f_code.co_name)  # since Python 3.11
             at = source.assigned(given.id, line)
             known = ScriptTensor(given.id, function, site.f_code.co_filename, *at, numbers, nodes, True)
-            return known if at.line else None  # a module of this name, perhaps: `autograd.backward(loss)`
+            # without a line: a module of this name, perhaps, as in `autograd.backward(loss)`
+            return (known, site) if at.line else None
         callee, asked = site.f_code, given.id
     return None
+
+
+def still_holds(told: ScriptTensor, site: CallSite, loss: torch.Tensor, frame: FrameType | None) -> bool:
+    """Whether the function of a variable still runs, behind the line that began the backward, with the loss in it.
+
+    Then what it assigned before has the same values as then. `frame`: the innermost that runs.
+    """
+    while frame is not None and frame.f_code is not site.f_code:
+        frame = frame.f_back
+    return frame is not None and frame.f_lineno >= site.f_lineno and frame.f_locals.get(told.name) is loss
 
 
 def _handed_in(call: ast.Call, callee: CodeType | None, argument: str) -> ast.expr | None:

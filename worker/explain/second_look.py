@@ -272,15 +272,18 @@ class SecondLook:
         The loss alone if the numbers arrived later, when the variables may be others. [] if the training goes on:
         Python before 3.13 keeps the variables of a function alive that were asked for, until it returns.
         """
-        settings = self._progress.settings
+        settings, of_loss = self._progress.settings, bad.frame.phase == FramePhase.LOSS
         if settings.on_overflow != "abort":
             return []
         if self._rows.device_buffer is not None and not settings.sync:
-            return self._operations.variables_of(bad) if bad.frame.phase == FramePhase.LOSS else []
+            told = self._operations.variable_of(bad) if of_loss else None
+            same_step = self._progress.step == bad.page.step
+            if told is None or not (same_step and self._operations.has_not_gone_on(bad, losses, sys._getframe())):
+                return [told] if told is not None else []
         if bad.frame.phase in (FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
             return script_tensors(running_frames(sys._getframe()), waits=True, losses=())
         engine = running_engine() if any(value.is_bad for value in values) else None
-        if engine is None and bad.frame.phase == FramePhase.LOSS:
+        if engine is None and of_loss:
             engine = sys._getframe()  # a GradScaler's step
         if engine is None:
             return []
