@@ -113,19 +113,22 @@ class LossLook:
                 variable = loss_variable(loss.sites, numbers_of(loss.number)[0], self._nodes)
                 self._variables = [variable] if variable is not None else []
             if origin is not None and not loss.is_scaled:
-                self._operation = without_modes(_with_variables_later, origin, self._is_read)
+                self._operation = without_modes(_with_variables_later, origin, loss, self._is_read)
 
     def _found(self, origin: LossOrigin | None, loss: torch.Tensor | KeptLoss) -> None:
         self._operation = origin.operation if origin is not None else None
         self._nodes = without_modes(outside_domain, loss) if origin is None else []
 
 
-def _with_variables_later(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
-    """As `_with_variables`. The statement that began the backward may have ended."""
+def _with_variables_later(
+    origin: LossOrigin, loss: KeptLoss, is_read: Callable[[nn.Module], bool]
+) -> BadOperation:
+    """As `_with_variables`. The statement that began the backward may have ended, and that of another loss may run."""
     real = LossOrigin(origin.node.itself, origin.operation, [(each and each.itself, at) for each, at in origin.handed])
     engine = running_engine()  # it may run in another thread
     frames = [frame for frame, _ in running_frames(engine or sys._getframe(1))]
-    return _with_variables(real, is_read, frames, engine is not None)
+    began_from = engine.f_locals.get("t_outputs", ()) if engine is not None else ()
+    return _with_variables(real, is_read, frames, any(each.grad_fn is loss.grad_fn.itself for each in began_from))
 
 
 def _with_variables(

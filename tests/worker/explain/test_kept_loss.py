@@ -247,6 +247,24 @@ def test_the_operation_its_line_and_the_variable_are_told(late, watch, sync):
     assert watched.faults == []
 
 
+def test_the_line_of_another_backward_that_runs_by_then_is_not_told(late, watch):
+    watched = watch(on_overflow="abort")
+    model, divisor = nn.Linear(3, 3), torch.zeros(2, 3)
+
+    def train():
+        (model(torch.ones(2, 3)).square() / divisor).mean().backward()
+        out = model(torch.ones(2, 3))
+        out.register_hook(lambda gradient: watched.settle())
+        (out.square() / torch.ones(2, 3)).mean().backward()
+
+    with pytest.raises(OverflowDetected):
+        train()
+        watched.hooks.judging.raise_pending()
+    (ran,) = watched.of(SecondRun)
+    assert (ran.operation.op, ran.operation.code) == ("aten.div.Tensor", "")
+    assert watched.faults == []
+
+
 def test_nothing_is_kept_if_the_training_goes_on_after_an_overflow(late, watch, monkeypatch):
     kept: list[Any] = []
     watched = watch(on_overflow="continue")
