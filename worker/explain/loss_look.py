@@ -29,7 +29,7 @@ from .loss_variable import loss_variable
 from .operands import numbers_of
 from .operation_lines import LineSearch
 from .saved_operands import outside_domain
-from .script_lines import source_of
+from .script_lines import holds_others, source_of
 from .script_tensors import running_frames, tensors_in
 
 _MOST_LOOKS = 16
@@ -185,7 +185,7 @@ def _led_to_it(
         outside = frames.index(each.frame) + 1
     source = source_of(frames[outside]) if outside < len(frames) and begins else None
     statement = source.statement_at(frames[outside].f_lineno) if source is not None else None
-    if statement is not None and not hasattr(statement, "body"):  # else what stands in it would count as well
+    if statement is not None and not holds_others(statement):  # else what stands in it would count as well
         yield statement, frames[outside]
 
 

@@ -286,6 +286,20 @@ VARIABLES = {
     "of a module of torch": ("value = w.sum()\n    autograd.backward(value)", None, 0),
     "in two branches": ("if w.sum() > 0:\n        loss = w.sum()\n    loss.backward()", None, 0),
     "changed on the way": ("value = w.sum()\n    halved(value)", "loss", -1),
+    "beside another one": ("loss = w.sum()\n    loss = loss / 2; loss.backward()", None, 0),
+    "in an expression": ("loss = w.sum()\n    [back(loss) for loss in (w * 2).sum().view(1)]", None, 0),
+    "in a case": (
+        "loss = None\n    match w:\n        case torch.Tensor():\n"
+        "            loss = w.sum()\n            loss.backward()",
+        "loss",
+        5,
+    ),
+    "captured by a case": ("loss = None\n    match [w.sum()]:\n        case [loss]:\n            loss.backward()", None, 0),
+    "shared": (
+        "loss = w\n    def summed():\n        nonlocal loss\n        loss = loss.sum()\n    summed()\n    back(loss)",
+        None,
+        0,
+    ),
     "of two calls": ("loss = w.sum()\n    loss.backward(), (w * 2).sum().backward()", None, 0),
     "with a star": ("value = [w.sum()]\n    back(*value)", None, 0),
 }
@@ -305,6 +319,7 @@ class Engine:
 def halved(loss):
     loss = loss / 2
     loss.backward()
+import torch
 from torch import autograd
 """
     )
