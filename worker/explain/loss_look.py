@@ -51,12 +51,16 @@ class LossLook:
     """The operation of the last bad loss of a rank.
 
     `is_read`: whether a module's output is, so that it was finite. `graphs_of`: those of the page of a number.
+    `changed_since`: the weights, if an optimizer has made a step since the one of this number; else None.
     """
 
     def __init__(
-        self, is_read: Callable[[nn.Module], bool], graphs_of: Callable[[int], list[AutogradGraph]] = lambda page: []
+        self,
+        is_read: Callable[[nn.Module], bool],
+        graphs_of: Callable[[int], list[AutogradGraph]] = lambda page: [],
+        changed_since: Callable[[int], list[torch.Tensor] | None] = lambda step: None,
     ) -> None:
-        self._is_read, self._graphs_of = is_read, graphs_of
+        self._is_read, self._graphs_of, self._changed_since = is_read, graphs_of, changed_since
         self._left = _MOST_LOOKS
         self._step = self._page = -1
         self._operation: BadOperation | None = None
@@ -106,6 +110,9 @@ class LossLook:
             return
         self._page = bad.page.number
         (loss,) = kept
+        weights = self._changed_since(bad.page.step)
+        if weights is not None:
+            loss.forget_weights(weights)
         origin = without_modes(origin_of, loss)
         self._found(origin, loss)
         with suppress_own(Exception):

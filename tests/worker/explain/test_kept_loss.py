@@ -99,6 +99,20 @@ def test_nor_is_a_weight_after_its_step():
     assert operation(kept) is None
 
 
+@pytest.mark.parametrize("handed", ["itself", "a view", "without its gradient"])
+def test_nor_is_a_weight_after_a_fused_step_which_leaves_no_mark(handed):
+    w = weight(2e19)
+    optimizer = torch.optim.SGD([w], lr=2.0, fused=True)
+    used = {"itself": w, "a view": w[:1], "without its gradient": w.detach()}[handed]
+    loss = (used * weight(2e19)).sum() + w.sum()
+    kept = keep(loss)
+    loss.backward()
+    optimizer.step()
+    assert kept is not None
+    kept.forget_weights([])
+    assert operation(kept) is None
+
+
 class _OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -244,6 +258,19 @@ def test_the_operation_its_line_and_the_variable_are_told(late, watch, sync):
     assert (ran.operation.op, ran.operation.code) == ("aten.div.Tensor", "quotient = out.square() / divisor")
     assert {"quotient", "loss"} >= {told.name for told in alarm.again.script if told.is_bad}
     assert "loss" in [told.name for told in alarm.again.script]
+    assert watched.faults == []
+
+
+def test_no_numbers_of_a_weight_are_told_that_are_those_after_its_step(late, watch):
+    watched = watch(on_overflow="abort")
+    model, w = nn.Linear(3, 3), nn.Parameter(torch.full((2, 3), 2e19))
+    optimizer = torch.optim.SGD([*model.parameters(), w], lr=2.0, fused=True)
+    loss = model(torch.ones(2, 3)).sum() + w.square().sum()
+    loss.backward()
+    optimizer.step()
+    watched.settle()
+    assert watched.anomalies[0].module == "(loss)"
+    assert watched.of(SecondRun) == []
     assert watched.faults == []
 
 
