@@ -274,6 +274,21 @@ def test_no_numbers_of_a_weight_are_told_that_are_those_after_its_step(late, wat
     assert watched.faults == []
 
 
+def test_a_later_alarm_is_not_told_with_the_operation_of_the_first(watch):
+    watch(on_overflow="abort")
+    model, said = nn.Linear(3, 3), list[str]()
+    for batch in range(2):
+        try:
+            loss = (model(torch.ones(2, 3)) / torch.zeros(2, 3)).mean() if not batch else model(torch.full((2, 3), 1e38))
+            loss.sum().mul(1e38).backward()
+            model(torch.full((2, 3), torch.nan))
+        except OverflowDetected as error:
+            said.append(str(error))
+    first, second = said
+    assert "aten.div.Tensor made it" in first
+    assert "made it" not in second
+
+
 def test_the_line_of_another_backward_that_runs_by_then_is_not_told(late, watch):
     watched = watch(on_overflow="abort")
     model, divisor = nn.Linear(3, 3), torch.zeros(2, 3)
