@@ -127,9 +127,7 @@ class LossLook:
         self._nodes = without_modes(outside_domain, loss) if origin is None else []
 
 
-def _with_variables_later(
-    origin: LossOrigin, loss: KeptLoss, is_read: Callable[[nn.Module], bool]
-) -> BadOperation:
+def _with_variables_later(origin: LossOrigin, loss: KeptLoss, is_read: Callable[[nn.Module], bool]) -> BadOperation:
     """As `_with_variables`. The statement that began the backward may have ended, and that of another loss may run."""
     real = LossOrigin(origin.node.itself, origin.operation, [(each and each.itself, at) for each, at in origin.handed])
     engine = running_engine()  # it may run in another thread

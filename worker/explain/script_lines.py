@@ -177,7 +177,9 @@ def holds_others(statement: ast.stmt) -> bool:
 
 def _reads_first(statement: ast.stmt, name: str) -> bool:
     """Whether a statement that binds a variable has read it before: `x = x / 2`, and not `[print(x) for x in y]`."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", ast.Constant(0))]
+    targets = (
+        statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", ast.Constant(0))]
+    )
     return any(_binds(target, name) for target in targets)
 
 

@@ -279,7 +279,9 @@ def test_a_later_alarm_is_not_told_with_the_operation_of_the_first(watch):
     model, said = nn.Linear(3, 3), list[str]()
     for batch in range(2):
         try:
-            loss = (model(torch.ones(2, 3)) / torch.zeros(2, 3)).mean() if not batch else model(torch.full((2, 3), 1e38))
+            loss = (
+                (model(torch.ones(2, 3)) / torch.zeros(2, 3)).mean() if not batch else model(torch.full((2, 3), 1e38))
+            )
             loss.sum().mul(1e38).backward()
             model(torch.full((2, 3), torch.nan))
         except OverflowDetected as error:
@@ -336,7 +338,11 @@ VARIABLES = {
         "loss",
         5,
     ),
-    "captured by a case": ("loss = None\n    match [w.sum()]:\n        case [loss]:\n            loss.backward()", None, 0),
+    "captured by a case": (
+        "loss = None\n    match [w.sum()]:\n        case [loss]:\n            loss.backward()",
+        None,
+        0,
+    ),
     "shared": (
         "loss = w\n    def summed():\n        nonlocal loss\n        loss = loss.sum()\n    summed()\n    back(loss)",
         None,
