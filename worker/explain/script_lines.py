@@ -56,8 +56,9 @@ class _VariableBinding(NamedTuple):
 class FunctionSource:
     """The source of one function, or of a module."""
 
-    def __init__(self, node: ast.AST, file: str) -> None:
-        self.node, self._file = node, file
+    def __init__(self, node: ast.AST, file: str, is_method: bool = False) -> None:
+        self.node, self._file, self.is_method = node, file, is_method
+        """`is_method`: it stands in a class, and is not static."""
         self._blocks: dict[int, list[_Block]] = {}
         """id of a statement -> the blocks that it is in, the innermost first"""
         self._statements: list[ast.stmt] = []
@@ -260,7 +261,11 @@ def _source(file: str, begin: int) -> FunctionSource | None:
         return FunctionSource(tree, file) if tree is not None else None
     functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     found = next((each for each in functions if _first_line(each) == begin), None)
-    return FunctionSource(found, file) if found is not None else None
+    if found is None:
+        return None
+    is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in found.decorator_list)
+    in_class = any(found in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
+    return FunctionSource(found, file, in_class and not is_static)
 
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

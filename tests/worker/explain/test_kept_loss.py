@@ -324,6 +324,18 @@ VARIABLES = {
     "handed on": ("value = w.sum()\n    back(value)", "value", 2),
     "handed on by name": ("value = w.sum()\n    back(loss=value)", "value", 2),
     "to a method": ("value = w.sum()\n    Engine().backward(value)", "value", 2),
+    "to a method whose object has another name": (
+        "value, half = w.sum(), w\n    Odd().backward(value, half)",
+        "value",
+        2,
+    ),
+    "to a method of a class": ("value, engine = w.sum(), Engine()\n    Engine.backward(engine, value)", None, 0),
+    "to a method by its own name": (
+        "value, half = w.sum(), w\n    backward_of = Odd().backward_of\n    backward_of(value, half)",
+        None,
+        0,
+    ),
+    "to a static method": ("value, half = w.sum(), w\n    Odd().static(value, half)", "value", 2),
     "divided": ("loss = w.sum()\n    loss = loss / 2\n    loss.backward()", "loss", 3),
     "beside others": ("value = w.sum()\n    print(); value.backward(); print()", "value", 2),
     "no variable": ("w.sum().backward()", None, 0),
@@ -363,6 +375,14 @@ def back(loss):
     loss.backward()
 class Engine:
     def backward(self, loss, retain_graph=False):
+        back(loss)
+class Odd:
+    def backward(engine, loss, half=None):
+        back(loss)
+    def backward_of(engine, loss, half):
+        back(loss)
+    @staticmethod
+    def static(loss, half):
         back(loss)
 def halved(loss):
     loss = loss / 2
