@@ -301,7 +301,7 @@ class BackwardHooks(GradientFrames):
                 self._read_waiting()  # a backward within this one may add to the same gradients
             if graph is not None and self.graphs.is_new(graph):
                 kept, self.kept_loss = self.kept_loss, None
-                if kept is not None:
+                if kept is not None and kept.grad_fn.itself in graph.roots:  # else it is that of another thread
                     self.graphs.keep(kept)
                 with self._progress.lock:
                     without_modes(self.losses.record, graph, page, self.mark(page))

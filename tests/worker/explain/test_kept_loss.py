@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,34 @@ def test_no_numbers_of_a_weight_are_told_that_are_those_after_its_step(late, wat
     assert watched.anomalies[0].module == "(loss)"
     assert watched.of(SecondRun) == []
     assert watched.faults == []
+
+
+def test_the_operation_of_a_loss_whose_backward_begins_in_another_thread_is_not_told(late, watch):
+    watched = watch(on_overflow="abort")
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    mine = (nn.Linear(3, 3)(torch.ones(2, 3)).square() / torch.zeros(2, 3)).mean()
+    out = nn.Linear(3, 3)(torch.ones(2, 3))
+    other = out.clamp(100, 200).exp().mean()
+
+    def wait(gradient):
+        has_begun.set()
+        may_go_on.wait()
+
+    other.register_hook(wait)
+    thread = threading.Thread(target=other.backward)
+
+    def begin(gradient):
+        thread.start()
+        has_begun.wait()
+
+    mine.register_hook(begin)
+    mine.backward()
+    watched.settle()
+    ran = watched.of(SecondRun)
+    may_go_on.set()
+    thread.join()
+    assert [each.operation.op for each in ran if each.operation is not None] == []
+    assert watched.anomalies[0].module == "(loss)"
 
 
 def test_a_later_alarm_is_not_told_with_the_operation_of_the_first(watch):
