@@ -59,7 +59,7 @@ class _LossTimes:
         for _ in range(_AT_A_TIME):
             first = next_node()
             out = self._model(self._x)
-            returned = [ReturnedOutputs(first, next_node(), [weakref.ref(out)])]
+            returned = [ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])]
             began = time.thread_time()
             loss = self._loss_of(out)
             made = time.thread_time()

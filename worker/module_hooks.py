@@ -105,7 +105,11 @@ class ModuleHooks:
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         self._root_tensors = RootTensors(frames)
-        look = LossLook(roots.is_read, lambda page: gradients.graphs.of(page))
+        look = LossLook(
+            roots.is_read,
+            lambda page: gradients.graphs.of(page),
+            lambda step: roots.weights() if progress.step != step else None,
+        )
         second_look = SecondLook(
             call_frames, steps.steps, scalers, self._root_tensors, summands, look, steps.loose_reader
         )

@@ -59,6 +59,11 @@ class _BackwardTrail:
             around = self._seen.unseen_around(mine[0]) if mine else None
             if around is not None:
                 return self._of_unseen(around)
+            if self._seen.is_unreached(mine):
+                note = (
+                    "the backward had reached no module's output by then: the loss may have used the parameter itself"
+                )
+                return self._diagnosis((module, self._frame.cls), source="outside", sure=False, notes=(note,))
             users = users_of(self._seen.calls, mine, [row.role for call in mine for row in call.outputs])
             users.own_code.append(module)
             users.unwatched = users.unwatched or not mine

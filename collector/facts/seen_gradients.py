@@ -60,6 +60,12 @@ class SeenGradients:
         found = {frame.index: row.finite for call in every for frame, row in self.gradients_of(call)}
         return len(found) >= len(every) and all(found.values())
 
+    def is_unreached(self, calls: list[Frame]) -> bool:
+        """Whether these calls returned tensors that are watched, and the backward has not reached any output yet."""
+        returned = any(row.kind == RowKind.MEASURED for call in calls for row in call.outputs)
+        reached = any(row.role_kind is RoleKind.GRAD_OUTPUT for frame in self.before for row in frame.rows)
+        return returned and not reached
+
     def is_unseen_inside(self, call: Frame) -> bool:
         """Whether no gradient was seen for the outputs of calls inside of this one."""
         own = {row.value for row in call.outputs}

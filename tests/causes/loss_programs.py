@@ -161,7 +161,7 @@ class _Model(nn.Linear):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next_node()
         made = super().__call__(*args, **kwargs)
-        self.returned.append(ReturnedOutputs(first, next_node(), [weakref.ref(made)]))
+        self.returned.append(ReturnedOutputs(first, next_node(), [(weakref.ref(made), made._version)]))
         return made
 
 

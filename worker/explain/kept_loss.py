@@ -73,6 +73,10 @@ class KeptNode:
         )
         return sum(sizes)
 
+    def forget(self, memory: set[int]) -> None:
+        """Let go of what lies in memory at one of these addresses."""
+        self._kept = {name: each for name, each in self._kept.items() if memory.isdisjoint(map(_memory, each.tensors))}
+
     def __getattr__(self, name: str) -> Any:
         """As torch's node has it. Raises RuntimeError if it is a tensor that was changed since."""
         if name.startswith(_RAW):
@@ -89,11 +93,21 @@ class KeptLoss(NamedTuple):
     grad_fn: KeptNode
     output_nr: int
     number: torch.Tensor
-    """Of one element."""
+    """Of one element. `version`: how often it had been changed in place."""
+    version: int
     is_scaled: bool
     """By a GradScaler."""
     sites: list[CallSite]
     """Where its backward began, the innermost first."""
+    nodes: list[KeptNode]
+
+    def forget_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        """Let go of these weights and of the leaves of the graph: an optimizer has made a step since, and a fused one
+        leaves no mark on what it changes."""
+        leaves = (getattr(each.itself, _LEAF, None) for each in self.nodes)
+        memory = {_memory(each) for each in (*weights, *leaves) if isinstance(each, torch.Tensor) and _is_plain(each)}
+        for node in self.nodes:
+            node.forget(memory)
 
 
 def kept_loss(
@@ -114,12 +128,22 @@ def kept_loss(
             part.next_functions = tuple((kept.get(before), place) for before, place in node.next_functions)
             for name in _saved_names(node.__class__):
                 bytes_left -= part.keep(name, _saved_by(node, name), bytes_left)
-    outputs = [output for calls in returned for ref in calls.outputs if (output := ref()) is not None]
-    for output in outputs:
-        made_by = kept.get(output.grad_fn) if output.output_nr == 0 and _is_plain(output) else None
+    outputs = ((ref(), version) for calls in returned for ref, version in calls.outputs)
+    for output, version in outputs:
+        if output is None or output.output_nr or not _is_plain(output) or version_of(output) != version:
+            continue
+        made_by = kept.get(output.grad_fn)
         if made_by is not None:
             bytes_left -= made_by.keep("result", output, bytes_left)
-    return KeptLoss(kept[loss.grad_fn], loss.output_nr, number, is_scaled, sites_of(frame))
+    return KeptLoss(
+        kept[loss.grad_fn],
+        loss.output_nr,
+        number,
+        version_of(number),
+        is_scaled,
+        sites_of(frame),
+        list(kept.values()),
+    )
 
 
 def _script_nodes(start: Any, returned: list[ReturnedOutputs]) -> dict[Any, KeptNode] | None:
@@ -163,6 +187,10 @@ def _saved_by(node: Any, name: str) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return value is None or (type(value) in _PLAIN and value.layout is torch.strided)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from ...core.signal_errors import suppress_own
 from ..device.device import without_modes
 from ..record.autograd_graph import AutogradGraph, running_engine
 from ..record.held_alarms import NonFiniteRow
+from ..record.plain_tensor import version_of
 from .code_place import CallSite, is_of_user
 from .kept_loss import KeptLoss
 from .loss_graph import LossOrigin, origin_of
@@ -29,7 +30,7 @@ from .loss_variable import loss_variable, still_holds
 from .operands import numbers_of
 from .operation_lines import LineSearch
 from .saved_operands import outside_domain
-from .script_lines import source_of
+from .script_lines import holds_others, source_of
 from .script_tensors import running_frames, tensors_in
 
 _MOST_LOOKS = 16
@@ -51,12 +52,16 @@ class LossLook:
     """The operation of the last bad loss of a rank.
 
     `is_read`: whether a module's output is, so that it was finite. `graphs_of`: those of the page of a number.
+    `changed_since`: the weights, if an optimizer has made a step since the one of this number; else None.
     """
 
     def __init__(
-        self, is_read: Callable[[nn.Module], bool], graphs_of: Callable[[int], list[AutogradGraph]] = lambda page: []
+        self,
+        is_read: Callable[[nn.Module], bool],
+        graphs_of: Callable[[int], list[AutogradGraph]] = lambda page: [],
+        changed_since: Callable[[int], list[torch.Tensor] | None] = lambda step: None,
     ) -> None:
-        self._is_read, self._graphs_of = is_read, graphs_of
+        self._is_read, self._graphs_of, self._changed_since = is_read, graphs_of, changed_since
         self._left = _MOST_LOOKS
         self._step = self._page = -1
         self._operation: BadOperation | None = None
@@ -109,27 +114,31 @@ class LossLook:
         kept = [graph.kept_loss for graph in self._graphs_of(bad.page.number) if graph.kept_loss is not None]
         if self._is_of(bad) or len(kept) != 1 or bad.page.losses > 1:
             return
-        self._page = bad.page.number
+        self._page, self._variable = bad.page.number, None
         (loss,) = kept
+        weights = self._changed_since(bad.page.step)
+        if weights is not None:
+            loss.forget_weights(weights)
         origin = without_modes(origin_of, loss)
         self._found(origin, loss)
         with suppress_own(Exception):
-            if not loss.is_scaled:
+            if not loss.is_scaled and version_of(loss.number) == loss.version:
                 self._variable = loss_variable(loss.sites, numbers_of(loss.number)[0], self._nodes)
             if origin is not None and not loss.is_scaled:
-                self._operation = without_modes(_with_variables_later, origin, self._is_read)
+                self._operation = without_modes(_with_variables_later, origin, loss, self._is_read)
 
     def _found(self, origin: LossOrigin | None, loss: torch.Tensor | KeptLoss) -> None:
         self._operation = origin.operation if origin is not None else None
         self._nodes = without_modes(outside_domain, loss) if origin is None else []
 
 
-def _with_variables_later(origin: LossOrigin, is_read: Callable[[nn.Module], bool]) -> BadOperation:
-    """As `_with_variables`. The statement that began the backward may have ended."""
+def _with_variables_later(origin: LossOrigin, loss: KeptLoss, is_read: Callable[[nn.Module], bool]) -> BadOperation:
+    """As `_with_variables`. The statement that began the backward may have ended, and that of another loss may run."""
     real = LossOrigin(origin.node.itself, origin.operation, [(each and each.itself, at) for each, at in origin.handed])
     engine = running_engine()  # it may run in another thread
     frames = [frame for frame, _ in running_frames(engine or sys._getframe(1))]
-    return _with_variables(real, is_read, frames, engine is not None)
+    began_from = engine.f_locals.get("t_outputs", ()) if engine is not None else ()
+    return _with_variables(real, is_read, frames, any(each.grad_fn is loss.grad_fn.itself for each in began_from))
 
 
 def _with_variables(
@@ -186,7 +195,7 @@ def _led_to_it(
         outside = frames.index(each.frame) + 1
     source = source_of(frames[outside]) if outside < len(frames) and begins else None
     statement = source.statement_at(frames[outside].f_lineno) if source is not None else None
-    if statement is not None and not hasattr(statement, "body"):  # else what stands in it would count as well
+    if statement is not None and not holds_others(statement):  # else what stands in it would count as well
         yield statement, frames[outside]
 
 

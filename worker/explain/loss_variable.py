@@ -78,6 +78,19 @@ def _handed_in(call: ast.Call, callee: CodeType | None, argument: str) -> ast.ex
     arguments = list(callee.co_varnames[: callee.co_argcount])
     if argument not in arguments:
         return None
-    is_method = isinstance(call.func, ast.Attribute) and arguments[0] in ("self", "cls")
+    source = source_of_code(callee)
+    in_class = source is not None and source.is_method
+    is_method = isinstance(call.func, ast.Attribute) and (in_class or arguments[0] in ("self", "cls"))
+    if in_class and not _is_of_object(call.func):
+        return None  # it may be handed the object, too
     place = arguments.index(argument) - is_method
     return call.args[place] if 0 <= place < len(call.args) else None
+
+
+def _is_of_object(called: ast.expr) -> bool:
+    """Whether a method is asked of an object: `engine.backward`, and neither `Engine.backward` nor `backward`."""
+    if not isinstance(called, ast.Attribute):
+        return False
+    holder = called.value
+    name = holder.attr if isinstance(holder, ast.Attribute) else getattr(holder, "id", "")
+    return not name[:1].isupper()

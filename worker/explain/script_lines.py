@@ -20,6 +20,8 @@ _ORDINARY = 1e3
 _MOST_FOLLOWED = 3
 """Assignments from a line back: `loss` of `value = loss.item()` of `if not isfinite(value)`."""
 _OPERATORS: dict[type[ast.operator], str] = {ast.Div: "div", ast.Mod: "remainder"}
+_LISTS_CHANGE = frozenset({"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"})
+_PARTS = ("body", "orelse", "finalbody", "handlers", "cases")
 _Block = tuple[int, str]
 """(id of the statement around, which of its blocks)"""
 
@@ -39,29 +41,36 @@ _UNKNOWN = AssignedLine(0, "", [], [])
 
 
 class _VariableBinding(NamedTuple):
-    line: int
+    statement: ast.stmt
     block: _Block
     value: ast.expr | None
     """None: it changes the variable in a way that is not followed."""
     within: list[_Block]
     """All blocks that it is in."""
 
+    @property
+    def line(self) -> int:
+        return self.statement.lineno
+
 
 class FunctionSource:
     """The source of one function, or of a module."""
 
-    def __init__(self, node: ast.AST, file: str) -> None:
-        self.node, self._file = node, file
+    def __init__(self, node: ast.AST, file: str, is_method: bool = False) -> None:
+        self.node, self._file, self.is_method = node, file, is_method
+        """`is_method`: it stands in a class, and is not static."""
         self._blocks: dict[int, list[_Block]] = {}
         """id of a statement -> the blocks that it is in, the innermost first"""
         self._statements: list[ast.stmt] = []
         self._loops: set[_Block] = set()
         self._tests: dict[int, list[ast.expr]] = {}
         """id of a statement -> the conditions around it"""
+        self._shared: set[str] = set()
+        """Names that a function within this one may assign."""
         self._walk(node, [], [])
 
     def _walk(self, node: ast.AST, blocks: list[_Block], tests: list[ast.expr]) -> None:
-        for name in ("body", "orelse", "finalbody", "handlers"):
+        for name in _PARTS:
             for each in getattr(node, name, None) or ():
                 is_within = isinstance(node, ast.With | ast.AsyncWith)  # what stands in it runs whenever it does
                 inner, conditions = (blocks if is_within else [(id(node), name), *blocks]), tests
@@ -74,6 +83,9 @@ class FunctionSource:
                     self._blocks[id(each)], self._tests[id(each)] = inner, conditions
                 if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     self._walk(each, inner, conditions)
+                    continue
+                inside = (part for part in ast.walk(each) if isinstance(part, ast.Global | ast.Nonlocal))
+                self._shared.update(name for part in inside for name in part.names)
 
     def assigned(self, name: str, line: int) -> AssignedLine:
         """The line that assigned `name` as the statement at `line` reads it."""
@@ -98,21 +110,24 @@ class FunctionSource:
         """Whether it is an argument of the function, and is not assigned in it."""
         given = self.node.args if isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef) else None
         named = [*given.posonlyargs, *given.args, *given.kwonlyargs] if given is not None else []
-        return any(each.arg == name for each in named) and next(self._bindings(name), None) is None
+        is_own = name not in self._shared and next(self._bindings(name), None) is None
+        return is_own and any(each.arg == name for each in named)
 
     def _binding_at(self, name: str, line: int) -> _VariableBinding | None:
         use = self.statement_at(line)
-        if use is None:
+        if use is None or name in self._shared:
             return None
         bindings, around = list(self._bindings(name)), self._blocks[id(use)]
         last = max((each for each in bindings if each.line < use.lineno), key=lambda each: each.line, default=None)
         if last is None or last.block not in around:
             return None
-        # a loop around the use that does not begin with this line may come round from another one below
-        loops = set(around[: around.index(last.block)]) & self._loops
+        # a loop around the use that does not begin with this line may come round from another one below; so may the
+        # use itself, if it is the first line of a loop
+        loops = set(around[: around.index(last.block)]) & self._loops | {(id(use), "body")}
         if any(each.line >= use.lineno and loops & set(each.within) for each in bindings):
             return None
-        return last
+        beside = (each for each in bindings if each.line == use.lineno)
+        return last if all(each.statement is use and _reads_first(use, name) for each in beside) else None
 
     def names_at(self, line: int) -> set[str]:
         """Names that the statement at a line and the conditions around it depend on."""
@@ -120,7 +135,7 @@ class FunctionSource:
         if statement is None:
             return set()
         parts: list[ast.AST] = [*self._tests[id(statement)]]
-        is_simple = not hasattr(statement, "body")
+        is_simple = not holds_others(statement)
         parts += [statement] if is_simple else [getattr(statement, "test", ast.Constant(0))]
         found = {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
         left = set(found)
@@ -135,7 +150,7 @@ class FunctionSource:
 
     def calls_at(self, line: int, name: str) -> list[ast.Call]:
         """The calls of this name in the statements at a line that hold no others."""
-        simple = [each for each in self._at(line) if not hasattr(each, "body")]
+        simple = [each for each in self._at(line) if not holds_others(each)]
         calls = (each for statement in simple for each in ast.walk(statement) if isinstance(each, ast.Call))
         return [each for each in calls if called_name(each) == name]
 
@@ -146,14 +161,27 @@ class FunctionSource:
         for each in self._statements:
             block = self._blocks[id(each)][0]
             if isinstance(each, ast.For | ast.AsyncFor) and _binds(each.target, name):
-                yield _VariableBinding(each.lineno, (id(each), "body"), each.iter, self._blocks[id(each)])
+                yield _VariableBinding(each, (id(each), "body"), each.iter, self._blocks[id(each)])
                 continue
             targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", ast.Constant(0))]
             is_plain = isinstance(each, ast.Assign | ast.AnnAssign) and any(_binds(target, name) for target in targets)
             if is_plain:
-                yield _VariableBinding(each.lineno, block, getattr(each, "value", None), self._blocks[id(each)])
+                yield _VariableBinding(each, block, getattr(each, "value", None), self._blocks[id(each)])
             elif _changes(each, name) and not _scales(each, name):
-                yield _VariableBinding(each.lineno, block, None, self._blocks[id(each)])
+                yield _VariableBinding(each, block, None, self._blocks[id(each)])
+
+
+def holds_others(statement: ast.stmt) -> bool:
+    """Whether other statements stand in this one."""
+    return any(isinstance(getattr(statement, name, None), list) for name in _PARTS)
+
+
+def _reads_first(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement that binds a variable has read it before: `x = x / 2`, and not `[print(x) for x in y]`."""
+    targets = (
+        statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", ast.Constant(0))]
+    )
+    return any(_binds(target, name) for target in targets)
 
 
 def _scales(statement: ast.stmt, name: str) -> bool:
@@ -176,10 +204,12 @@ def _holds(target: ast.AST, name: str) -> bool:
 
 def _changes(statement: ast.stmt, name: str) -> bool:
     """Whether a statement, without those inside of it, may change what a variable holds: `x[0] = 1`, `x.add_(1)`,
-    `del x`."""
+    `x.append(1)`, `del x`."""
     parts: list[ast.AST] = [statement]
-    if hasattr(statement, "body"):
+    if holds_others(statement):
         parts = [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr | ast.withitem)]
+    if isinstance(statement, ast.Match):
+        parts += [each.pattern for each in statement.cases]
     for part in parts:
         for each in ast.walk(part):
             if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Store | ast.Del):
@@ -187,10 +217,18 @@ def _changes(statement: ast.stmt, name: str) -> bool:
             is_part = isinstance(each, ast.Subscript | ast.Attribute) and isinstance(each.ctx, ast.Store | ast.Del)
             if is_part and _holds(each.value, name):  # type: ignore[attr-defined]
                 return True
+            if isinstance(each, ast.MatchAs | ast.MatchStar) and each.name == name:
+                return True
+            if isinstance(each, ast.MatchMapping) and each.rest == name:
+                return True
             is_method = isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)
-            if is_method and each.func.attr.endswith("_") and _holds(each.func.value, name):  # type: ignore[attr-defined]
+            if is_method and _is_in_place(each.func.attr) and _holds(each.func.value, name):  # type: ignore[attr-defined]
                 return True
     return False
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") or method in _LISTS_CHANGE
 
 
 def _operations(value: ast.expr) -> Iterator[str]:
@@ -223,7 +261,11 @@ def _source(file: str, begin: int) -> FunctionSource | None:
         return FunctionSource(tree, file) if tree is not None else None
     functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     found = next((each for each in functions if _first_line(each) == begin), None)
-    return FunctionSource(found, file) if found is not None else None
+    if found is None:
+        return None
+    is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in found.decorator_list)
+    in_class = any(found in each.body for each in ast.walk(tree) if isinstance(each, ast.ClassDef))
+    return FunctionSource(found, file, in_class and not is_static)
 
 
 def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

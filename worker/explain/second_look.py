@@ -260,7 +260,8 @@ class SecondLook:
     def _losses_of(self, bad: NonFiniteRow) -> list[torch.Tensor]:
         """The tensors that the backward began from, as long as they live."""
         graph = next((each for each in self._gradients.graphs.of(bad.page.number) if each.within is None), None)
-        found = [loss() for loss in graph.losses[:_MOST_LOSSES]] if graph is not None else []
+        began_from = graph.losses if graph is not None else self._gradients.began_from  # it has reached no output yet
+        found = [loss() for loss in began_from[:_MOST_LOSSES]]
         return [loss for loss in found if loss is not None]
 
     def _script_of(

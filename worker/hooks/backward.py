@@ -27,6 +27,7 @@ from ..record.frame_writer import FrameWriter
 from ..record.given_gradients import GivenGradients
 from ..record.loss_rows import LossRows
 from ..record.names import OUTPUTS, outputs_of, parameters_of
+from ..record.plain_tensor import version_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.skipped_rows import SkippedRows
 from .accumulated_gradients import is_offloaded, put_first
@@ -229,7 +230,8 @@ class BackwardHooks(GradientFrames):
         tensors = [leaf for _, leaf in outputs_of(output) if isinstance(leaf, torch.Tensor)]
         if self._rows.device_buffer is not None and calls.calls:
             _, first, end = calls.calls[-1]
-            self.returned.append(ReturnedOutputs(first, end, [weakref.ref(each) for each in tensors[:_MOST_RETURNED]]))
+            noted = [(weakref.ref(each), version_of(each)) for each in tensors[:_MOST_RETURNED]]
+            self.returned.append(ReturnedOutputs(first, end, noted))
         for place, leaf in enumerate(tensors):
             if not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
                 continue
@@ -301,7 +303,7 @@ class BackwardHooks(GradientFrames):
                 self._read_waiting()  # a backward within this one may add to the same gradients
             if graph is not None and self.graphs.is_new(graph):
                 kept, self.kept_loss = self.kept_loss, None
-                if kept is not None:
+                if kept is not None and kept.grad_fn.itself in graph.roots:  # else it is that of another thread
                     self.graphs.keep(kept)
                 with self._progress.lock:
                     without_modes(self.losses.record, graph, page, self.mark(page))

@@ -89,7 +89,8 @@ class ReturnedOutputs(NamedTuple):
 
     first: int
     end: int
-    outputs: list[weakref.ref[torch.Tensor]]
+    outputs: list[tuple[weakref.ref[torch.Tensor], int]]
+    """(a tensor, how often it had been changed in place then)."""
 
 
 class AutogradGraph(NamedTuple):

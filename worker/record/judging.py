@@ -388,7 +388,9 @@ class AlarmRecorder:
         pending, self.pending = self.pending, None
         if pending is not None:
             where = self._progress.where()
-            found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
+            # the one second run is about the first of them: a script may have caught that
+            ran = self._asked("a second run", where, self.conclude) if not self._has_raised else None
+            found = clause_of(pending, ran or "")
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
             self._asked("log_to", where, self.before_raise, found)
             if ends_by_another_watch():

@@ -238,6 +238,11 @@ class RankRoots:
         known = (root.modules.get(id(module)) for root in self.infos if root.ref() is module)
         return any(info is not None and info.watched for info in known)
 
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters of all modules."""
+        alive = (reference() for reference, _, _ in list(self.parameters.values()))
+        return [each for each in alive if each is not None]
+
     def place(self, name: str, root: RootInfo | None, cls: str = NAMED_BY_SCRIPT) -> ModuleInfo:
         """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:

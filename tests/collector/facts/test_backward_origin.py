@@ -85,6 +85,21 @@ def test_a_module_whose_own_gradient_was_not_seen_is_not_named(make):
     assert (found.module, found.cls, found.between, found.sure) == ("", "Net", ("head", "embed"), False)
 
 
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_parameter_whose_gradient_comes_before_that_of_any_output_was_used_outside_of_the_model(make, reached):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor()
+    batch.call("fc", "Linear", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    if reached:
+        batch.backward("fc", "Linear", "output", make.NAN)
+    batch.backward("", "Net", "temperature", make.NAN)
+    found = find(batch)
+    assert found.source == "outside"
+    assert not found.sure or reached
+    assert any("reached no module's output" in note for note in found.notes) is not reached
+
+
 def test_a_closed_block_is_looked_into(make):
     batch = block(make, None)
     batch.backward("block.enter", "Linear", "output", make.NAN)

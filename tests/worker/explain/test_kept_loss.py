@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_nor_is_a_weight_after_its_step():
     assert operation(kept) is None
 
 
+@pytest.mark.parametrize("handed", ["itself", "a view", "without its gradient"])
+def test_nor_is_a_weight_after_a_fused_step_which_leaves_no_mark(handed):
+    w = weight(2e19)
+    optimizer = torch.optim.SGD([w], lr=2.0, fused=True)
+    used = {"itself": w, "a view": w[:1], "without its gradient": w.detach()}[handed]
+    loss = (used * weight(2e19)).sum() + w.sum()
+    kept = keep(loss)
+    loss.backward()
+    optimizer.step()
+    assert kept is not None
+    kept.forget_weights([])
+    assert operation(kept) is None
+
+
 class _OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -171,11 +186,23 @@ def test_a_module_is_not_looked_into_and_its_output_is_an_operand():
     nn.init.constant_(model.weight, 100.0)
     first = next_node()
     out = model(x)
-    returned = ReturnedOutputs(first, next_node(), [weakref.ref(out)])
+    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
     loss = out.exp().sum()
     kept = keep(loss, returned)
     loss.backward()
     assert operation(kept) == "aten.exp.default"
+
+
+def test_an_output_of_a_module_that_was_changed_before_the_backward_is_no_operand():
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    nn.init.constant_(model.weight, 100.0)
+    first = next_node()
+    out = model(x)
+    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
+    loss = out.exp().sum()
+    with torch.no_grad():
+        out.add_(1)
+    assert operation(keep(loss, returned)) is None
 
 
 def test_an_output_of_a_module_that_is_gone_is_no_operand():
@@ -183,7 +210,7 @@ def test_an_output_of_a_module_that_is_gone_is_no_operand():
     nn.init.constant_(model.weight, 100.0)
     first = next_node()
     out = model(x)
-    returned = ReturnedOutputs(first, next_node(), [weakref.ref(out)])
+    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
     loss = out.exp().sum()
     del out
     assert operation(keep(loss, returned)) is None
@@ -246,6 +273,18 @@ def test_the_operation_its_line_and_the_variable_are_told(late, watch, sync):
     assert watched.faults == []
 
 
+def test_a_loss_that_was_changed_after_its_backward_is_no_variable(late, watch):
+    watched = watch(on_overflow="abort")
+    loss = (nn.Linear(3, 3)(torch.ones(2, 3)) / torch.zeros(2, 3)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        loss.mul_(0)
+    watched.settle()
+    (alarm,) = watched.anomalies
+    assert alarm.again.script == []
+    assert alarm.module == "(loss)"
+
+
 def test_variables_are_not_read_once_the_script_has_gone_on(late, watch):
     """Another one is bad by then, and was not when the loss was computed."""
     watched = watch(on_overflow="abort")
@@ -271,6 +310,82 @@ def test_a_batch_that_is_watched_from_the_start_has_what_was_tried_too(late, wat
     assert ran.operation.trials
 
 
+def test_no_numbers_of_a_weight_are_told_that_are_those_after_its_step(late, watch):
+    watched = watch(on_overflow="abort")
+    model, w = nn.Linear(3, 3), nn.Parameter(torch.full((2, 3), 2e19))
+    optimizer = torch.optim.SGD([*model.parameters(), w], lr=2.0, fused=True)
+    loss = model(torch.ones(2, 3)).sum() + w.square().sum()
+    loss.backward()
+    optimizer.step()
+    watched.settle()
+    assert watched.anomalies[0].module == "(loss)"
+    assert watched.of(SecondRun) == []
+    assert watched.faults == []
+
+
+def test_the_operation_of_a_loss_whose_backward_begins_in_another_thread_is_not_told(late, watch):
+    watched = watch(on_overflow="abort")
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    mine = (nn.Linear(3, 3)(torch.ones(2, 3)).square() / torch.zeros(2, 3)).mean()
+    out = nn.Linear(3, 3)(torch.ones(2, 3))
+    other = out.clamp(100, 200).exp().mean()
+
+    def wait(gradient):
+        has_begun.set()
+        may_go_on.wait()
+
+    other.register_hook(wait)
+    thread = threading.Thread(target=other.backward)
+
+    def begin(gradient):
+        thread.start()
+        has_begun.wait()
+
+    mine.register_hook(begin)
+    mine.backward()
+    watched.settle()
+    ran = watched.of(SecondRun)
+    may_go_on.set()
+    thread.join()
+    assert [each.operation.op for each in ran if each.operation is not None] == []
+    assert watched.anomalies[0].module == "(loss)"
+
+
+def test_a_later_alarm_is_not_told_with_the_operation_of_the_first(watch):
+    watch(on_overflow="abort")
+    model, said = nn.Linear(3, 3), list[str]()
+    for batch in range(2):
+        try:
+            loss = (
+                (model(torch.ones(2, 3)) / torch.zeros(2, 3)).mean() if not batch else model(torch.full((2, 3), 1e38))
+            )
+            loss.sum().mul(1e38).backward()
+            model(torch.full((2, 3), torch.nan))
+        except OverflowDetected as error:
+            said.append(str(error))
+    first, second = said
+    assert "aten.div.Tensor made it" in first
+    assert "made it" not in second
+
+
+def test_the_line_of_another_backward_that_runs_by_then_is_not_told(late, watch):
+    watched = watch(on_overflow="abort")
+    model, divisor = nn.Linear(3, 3), torch.zeros(2, 3)
+
+    def train():
+        (model(torch.ones(2, 3)).square() / divisor).mean().backward()
+        out = model(torch.ones(2, 3))
+        out.register_hook(lambda gradient: watched.settle())
+        (out.square() / torch.ones(2, 3)).mean().backward()
+
+    with pytest.raises(OverflowDetected):
+        train()
+        watched.hooks.judging.raise_pending()
+    (ran,) = watched.of(SecondRun)
+    assert (ran.operation.op, ran.operation.code) == ("aten.div.Tensor", "")
+    assert watched.faults == []
+
+
 def test_nothing_is_kept_if_the_training_goes_on_after_an_overflow(late, watch, monkeypatch):
     kept: list[Any] = []
     watched = watch(on_overflow="continue")
@@ -286,12 +401,42 @@ VARIABLES = {
     "handed on": ("value = w.sum()\n    back(value)", "value", 2),
     "handed on by name": ("value = w.sum()\n    back(loss=value)", "value", 2),
     "to a method": ("value = w.sum()\n    Engine().backward(value)", "value", 2),
+    "to a method whose object has another name": (
+        "value, half = w.sum(), w\n    Odd().backward(value, half)",
+        "value",
+        2,
+    ),
+    "to a method of a class": ("value, engine = w.sum(), Engine()\n    Engine.backward(engine, value)", None, 0),
+    "to a method by its own name": (
+        "value, half = w.sum(), w\n    backward_of = Odd().backward_of\n    backward_of(value, half)",
+        None,
+        0,
+    ),
+    "to a static method": ("value, half = w.sum(), w\n    Odd().static(value, half)", "value", 2),
     "divided": ("loss = w.sum()\n    loss = loss / 2\n    loss.backward()", "loss", 3),
     "beside others": ("value = w.sum()\n    print(); value.backward(); print()", "value", 2),
     "no variable": ("w.sum().backward()", None, 0),
     "of a module of torch": ("value = w.sum()\n    autograd.backward(value)", None, 0),
     "in two branches": ("if w.sum() > 0:\n        loss = w.sum()\n    loss.backward()", None, 0),
     "changed on the way": ("value = w.sum()\n    halved(value)", "loss", -1),
+    "beside another one": ("loss = w.sum()\n    loss = loss / 2; loss.backward()", None, 0),
+    "in an expression": ("loss = w.sum()\n    [back(loss) for loss in (w * 2).sum().view(1)]", None, 0),
+    "in a case": (
+        "loss = None\n    match w:\n        case torch.Tensor():\n"
+        "            loss = w.sum()\n            loss.backward()",
+        "loss",
+        5,
+    ),
+    "captured by a case": (
+        "loss = None\n    match [w.sum()]:\n        case [loss]:\n            loss.backward()",
+        None,
+        0,
+    ),
+    "shared": (
+        "loss = w\n    def summed():\n        nonlocal loss\n        loss = loss.sum()\n    summed()\n    back(loss)",
+        None,
+        0,
+    ),
     "of two calls": ("loss = w.sum()\n    loss.backward(), (w * 2).sum().backward()", None, 0),
     "with a star": ("value = [w.sum()]\n    back(*value)", None, 0),
 }
@@ -308,9 +453,18 @@ def back(loss):
 class Engine:
     def backward(self, loss, retain_graph=False):
         back(loss)
+class Odd:
+    def backward(engine, loss, half=None):
+        back(loss)
+    def backward_of(engine, loss, half):
+        back(loss)
+    @staticmethod
+    def static(loss, half):
+        back(loss)
 def halved(loss):
     loss = loss / 2
     loss.backward()
+import torch
 from torch import autograd
 """
     )

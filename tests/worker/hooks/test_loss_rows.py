@@ -399,3 +399,24 @@ def test_no_mode_of_the_script_sees_the_reading(watch):
     plain = operations()
     watch()
     assert operations() == plain
+
+
+class _WithTemperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_the_loss_is_known_where_a_parameter_that_it_uses_itself_has_the_first_bad_gradient(watch):
+    watched = watch(on_overflow="abort")
+    model = _WithTemperature()
+    loss = (model(torch.ones(2, 3)) / torch.zeros(2, 3)).abs().sum() * model.temperature.exp()
+    loss.backward()
+    alarm, is_late = watched.anomalies[0], watched.hooks.frames.rows.device_buffer is not None
+    assert (alarm.module, alarm.role) == ("", "grad temperature")
+    assert [told.value for told in alarm.again.losses] == ["+inf"]
+    assert [told.name for told in alarm.again.script if told.counts] == ([] if is_late else ["loss"])
