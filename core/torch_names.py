@@ -132,6 +132,7 @@ NAMES = (
     TorchName("torch.autograd", "_get_sequence_nr", GRAPH),
     TorchName("torch.autograd.graph", "_engine_run_backward", GRAPH),
     TorchName("torch.autograd", "_engine_run_backward", LOSS),
+    TorchName("torch._C._autograd.SavedTensor", "unpack_hook", LOSS, since=(2, 13)),
     TorchName("torch.autograd.function", "BackwardCFunction", GRAPH),
     TorchName(_NODE, "_sequence_nr", GRAPH),
     TorchName(_NODE, "_input_metadata", GRAPH),
