@@ -147,6 +147,10 @@ def _is_bad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and not bool(value.isfinite().all())
 
 
+_BAD: Any = SimpleNamespace(page=SimpleNamespace(number=0, step=0, losses=1))
+"""The row of a loss: what is asked of its page."""
+
+
 class _BackwardBegins(Exception):
     pass
 
@@ -171,14 +175,13 @@ def _looked_at_later(loss: torch.Tensor, model: _Model, backward: Callable[[], A
     kept = kept_loss(loss, model.returned, False, sys._getframe(2))
     backward()
     graph = AutogradGraph((loss.grad_fn,), GraphCalls(0), kept_loss=kept)
-    bad: Any = SimpleNamespace(page=SimpleNamespace(number=0, step=0, losses=1))
     look = LossLook(lambda module: True, lambda page: [graph])
-    told = look.variable_of(bad)
+    told = look.variable_of(_BAD)
     if told is not None:
         held = [each.f_locals.get(told.name) for each, _ in running_frames(sys._getframe()) if is_of(each, told)]
         if not any(each is loss for each in held):
             raise ValueError(f"{told.name} of {told.function} is not the loss")
-    return look.operation_of(bad)
+    return look.operation_of(_BAD)
 
 
 def is_of(frame: FrameType, told: ScriptTensor) -> bool:
@@ -204,7 +207,7 @@ def run(seed: int, folder: Path, monkeypatch: Any, is_later: bool = False) -> st
         if _is_bad(outputs[0]) and not found:
             look = LossLook(lambda module: True)
             look.begins(outputs[0], 0, False)
-            found.append(look._operation)
+            found.append(look.operation_of(_BAD))
             if is_later:
                 found.append(_looked_at_later(outputs[0], model, lambda: real(outputs, *args, **kwargs)))
         raise _BackwardBegins

@@ -51,9 +51,23 @@ class CallSite(NamedTuple):
 
 def call_site(frame: FrameType | None) -> CallSite | None:
     """That of the innermost frame with code of the user's, from this one outwards; None if there is none."""
-    while frame is not None and not is_of_user(frame):
+    found = call_sites(frame, 1)
+    return found[0] if found else None
+
+
+def call_sites(frame: FrameType | None, most: int) -> list[CallSite]:
+    """Those of the innermost frames with code of the user's, from this one outwards."""
+    found: list[CallSite] = []
+    while frame is not None and len(found) < most:
+        if is_of_user(frame):
+            found.append(CallSite(frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return CallSite(frame.f_code, frame.f_lasti) if frame is not None else None
+    return found
+
+
+def function_name(code: CodeType) -> str:
+    """`Trainer.step`; without the class before Python 3.11."""
+    return str(getattr(code, "co_qualname", code.co_name))
 
 
 def is_of_user(frame: FrameType) -> bool:

@@ -19,11 +19,11 @@ from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..record.autograd_graph import ReturnedOutputs, is_of_torch
 from ..record.plain_tensor import version_of
-from .code_place import CallSite
-from .loss_variable import sites_of
+from .code_place import CallSite, call_sites
 from .node_operations import saved
 
 _MOST_NODES = 128
+_MOST_SITES = 4
 _MOST_BYTES = 4 << 20
 """Of one tensor."""
 _MOST_BYTES_KEPT = 16 << 20
@@ -144,7 +144,7 @@ def kept_loss(
         number,
         version_of(number),
         is_scaled,
-        sites_of(frame),
+        call_sites(frame, _MOST_SITES),
         list(kept.values()),
     )
 

@@ -103,8 +103,8 @@ class LossLook:
 
     def has_not_gone_on(self, bad: NonFiniteRow, losses: Sequence[torch.Tensor], frame: FrameType) -> bool:
         """Whether the script's variables are still those of such a loss. `frame`: the innermost that runs."""
-        known = self.variable_of(bad) is not None and len(losses) == 1
-        return known and self._variable is not None and still_holds(*self._variable, losses[0], frame)
+        known = self._variable if self._is_of(bad) and len(losses) == 1 else None
+        return known is not None and still_holds(*known, losses[0], frame)
 
     def _is_of(self, bad: NonFiniteRow) -> bool:
         return bad.page.number == self._page or bad.page.step == self._step

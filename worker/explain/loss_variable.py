@@ -15,20 +15,9 @@ from types import CodeType, FrameType
 import torch
 
 from ...core.events.read_tensors import OperandNumbers, ScriptTensor
-from .code_place import CallSite, is_of_user
+from ..record.autograd_graph import outwards
+from .code_place import CallSite, function_name
 from .script_lines import source_of_code
-
-_MOST_SITES = 4
-
-
-def sites_of(frame: FrameType | None) -> list[CallSite]:
-    """Where the script's own functions are, from this frame outwards: what `loss_variable` needs later."""
-    found: list[CallSite] = []
-    while frame is not None and len(found) < _MOST_SITES:
-        if is_of_user(frame):
-            found.append(CallSite(frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return found
 
 
 def loss_variable(
@@ -48,23 +37,21 @@ def loss_variable(
         if source is None or not isinstance(given, ast.Name):
             return None
         if not source.is_handed(given.id):
-            function = getattr(site.f_code, "co_qualname", site.f_code.co_name)  # since Python 3.11
-            at = source.assigned(given.id, line)
-            known = ScriptTensor(given.id, function, site.f_code.co_filename, *at, numbers, nodes, True)
+            at, code = source.assigned(given.id, line), site.f_code
+            known = ScriptTensor(given.id, function_name(code), code.co_filename, *at, numbers, nodes, True)
             # without a line: a module of this name, perhaps, as in `autograd.backward(loss)`
             return (known, site) if at.line else None
         callee, asked = site.f_code, given.id
     return None
 
 
-def still_holds(told: ScriptTensor, site: CallSite, loss: torch.Tensor, frame: FrameType | None) -> bool:
+def still_holds(told: ScriptTensor, site: CallSite, loss: torch.Tensor, frame: FrameType) -> bool:
     """Whether the function of a variable still runs, behind the line that began the backward, with the loss in it.
 
     Then what it assigned before has the same values as then. `frame`: the innermost that runs.
     """
-    while frame is not None and frame.f_code is not site.f_code:
-        frame = frame.f_back
-    return frame is not None and frame.f_lineno >= site.f_lineno and frame.f_locals.get(told.name) is loss
+    runs = outwards(frame, lambda each: each.f_code is site.f_code)
+    return runs is not None and runs.f_lineno >= site.f_lineno and runs.f_locals.get(told.name) is loss
 
 
 def _handed_in(call: ast.Call, callee: CodeType | None, argument: str) -> ast.expr | None:

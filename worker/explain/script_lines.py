@@ -127,7 +127,7 @@ class FunctionSource:
         if any(each.line >= use.lineno and loops & set(each.within) for each in bindings):
             return None
         beside = (each for each in bindings if each.line == use.lineno)
-        return last if all(each.statement is use and _reads_first(use, name) for each in beside) else None
+        return last if all(each.statement is use and _assigns(use, name) for each in beside) else None
 
     def names_at(self, line: int) -> set[str]:
         """Names that the statement at a line and the conditions around it depend on."""
@@ -163,9 +163,7 @@ class FunctionSource:
             if isinstance(each, ast.For | ast.AsyncFor) and _binds(each.target, name):
                 yield _VariableBinding(each, (id(each), "body"), each.iter, self._blocks[id(each)])
                 continue
-            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", ast.Constant(0))]
-            is_plain = isinstance(each, ast.Assign | ast.AnnAssign) and any(_binds(target, name) for target in targets)
-            if is_plain:
+            if isinstance(each, ast.Assign | ast.AnnAssign) and _assigns(each, name):
                 yield _VariableBinding(each, block, getattr(each, "value", None), self._blocks[id(each)])
             elif _changes(each, name) and not _scales(each, name):
                 yield _VariableBinding(each, block, None, self._blocks[id(each)])
@@ -176,8 +174,8 @@ def holds_others(statement: ast.stmt) -> bool:
     return any(isinstance(getattr(statement, name, None), list) for name in _PARTS)
 
 
-def _reads_first(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement that binds a variable has read it before: `x = x / 2`, and not `[print(x) for x in y]`."""
+def _assigns(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement assigns a variable, as its last act: `x = x / 2`, and not `[print(x) for x in y]`."""
     targets = (
         statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", ast.Constant(0))]
     )

@@ -15,7 +15,7 @@ import torch
 from ...core.events.read_tensors import ScriptTensor
 from ...core.signal_errors import suppress_own
 from ..device.device import is_at_rest, without_modes
-from .code_place import is_users_file
+from .code_place import function_name, is_users_file
 from .operands import has_numbers, numbers_of
 from .saved_operands import outside_domain
 from .script_lines import AssignedLine, source_of
@@ -84,7 +84,6 @@ def _script_tensors(
     read = elements = 0
     for place, (frame, line) in enumerate(own):
         source, code = source_of(frame), frame.f_code
-        function = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
         depends = losses is None or (losses and not place)
         asked = source.names_at(line) if source is not None and depends else set()
         for name, tensor in tensors_in(frame):
@@ -102,7 +101,7 @@ def _script_tensors(
             behind = outside_domain(tensor) if numbers.value not in ("finite", "-inf") else []
             behind = behind or (list(nodes) if is_loss else [])
             at = source.assigned(variable, line) if source is not None else AssignedLine(0, "", [], [])
-            found.append(ScriptTensor(name, function, code.co_filename, *at, numbers, behind, counts))
+            found.append(ScriptTensor(name, function_name(code), code.co_filename, *at, numbers, behind, counts))
     bad = [each for each in found if each.is_bad]
     finite = [each for each in found if each.numbers.value == "finite"]
     return [*bad, *finite][:_MOST_KEPT] if bad else []

@@ -38,7 +38,7 @@ _is_compiling = torch.compiler.is_compiling
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _MOST_PAGES = 64
 _MOST_RETURNED = 8
-"""Calls of roots before a backward whose outputs a loss may have been computed from."""
+"""Calls of roots before a backward whose outputs a loss may have been computed from, and outputs of each."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -228,7 +228,7 @@ class BackwardHooks(GradientFrames):
     def watch_graph(self, calls: GraphCalls, output: Any, page: OpenPage) -> None:
         """Remember the graph of the backward that reaches this output of a root, and read the loss of that backward."""
         tensors = [leaf for _, leaf in outputs_of(output) if isinstance(leaf, torch.Tensor)]
-        if self._rows.device_buffer is not None and calls.calls:
+        if self.given.is_on and self._rows.device_buffer is not None and calls.calls:
             _, first, end = calls.calls[-1]
             noted = [(weakref.ref(each), version_of(each)) for each in tensors[:_MOST_RETURNED]]
             self.returned.append(ReturnedOutputs(first, end, noted))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from ..device.device import has_modes, is_on_device, without_modes
 from ..patches import PatchLedger
-from ..record.autograd_graph import AutogradGraph, GraphCalls, ReturnedOutputs
+from ..record.autograd_graph import AutogradGraph, GraphCalls, ReturnedOutputs, leaves_graph
 from ..record.frame_writer import FrameWriter
 from ..record.tensor_stats import measure
 from .backward import BackwardHooks
@@ -51,8 +51,7 @@ class BackwardCalls:
         """Run a backward from `outputs`, as `before` does."""
         if not kwargs.get("accumulate_grad") or torch.compiler.is_compiling():
             return before(outputs, *args, **kwargs)
-        # (gradients, retain_graph, create_graph, inputs): a graph that is kept is not held until its numbers arrive
-        bad = self.begins(outputs, leaves_graph=any(map(bool, args[1:4])))
+        bad = self.begins(outputs, args)
         written = self._gradients.losses.written
         try:
             result = before(outputs, *args, **kwargs)
@@ -62,8 +61,8 @@ class BackwardCalls:
             self.record(bad)
         return result
 
-    def begins(self, outputs: Any, leaves_graph: bool) -> list[torch.Tensor]:
-        """The losses that are not finite, which have been looked at."""
+    def begins(self, outputs: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The losses that are not finite, which have been looked at. `args`: as of `leaves_graph`."""
         self._count += 1
         bad: list[torch.Tensor] = []
         found: tuple[weakref.ref[torch.Tensor], ...] = ()
@@ -75,7 +74,7 @@ class BackwardCalls:
                 if each.numel() != 1:
                     continue
                 if is_on_device(each):
-                    if len(outputs) == 1 and not (leaves_graph or self._progress.skipped or self._rows.is_capturing):
+                    if len(outputs) == 1 and self._may_keep(args):
                         self._gradients.kept_loss = self._keep(each, self._gradients.returned, self._gradients.scaled)
                     continue
                 found = (*found, weakref.ref(each))
@@ -85,6 +84,10 @@ class BackwardCalls:
             for each in bad[:1]:
                 self._look(each, self._gradients.scaled)
         return bad
+
+    def _may_keep(self, args: Sequence[Any]) -> bool:
+        # a graph that the script keeps is not held until its numbers arrive
+        return not (self._progress.skipped or self._rows.is_capturing or leaves_graph(args))
 
     def record(self, bad: list[torch.Tensor]) -> None:
         """Record these losses, whose backward has reached no module. Raises OverflowDetected if the job is to end."""

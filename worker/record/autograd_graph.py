@@ -12,7 +12,7 @@ import re
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -141,8 +141,7 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         losses = [each for each in outputs if getattr(each, "grad_fn", None) is not None]
         around = outwards(engine, _runs_a_backward)
         within = around.f_locals["ctx"] if around is not None else None
-        # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
-        kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
+        kept = leaves_graph(engine.f_locals.get("args", (None, True)))
         roots, refs = tuple(each.grad_fn for each in losses), tuple(map(weakref.ref, losses))
         # `grad` says False (torch/autograd/__init__.py)
         accumulates = bool(engine.f_locals.get("kwargs", {}).get("accumulate_grad", True))
@@ -150,6 +149,15 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     finally:
         engine = around = outputs = None
         losses = []
+
+
+def leaves_graph(args: Sequence[Any]) -> bool:
+    """Whether a backward leaves its graph, or a part of it, as it is.
+
+    `args`: what torch's engine gets behind the outputs: (gradients, retain_graph, create_graph, inputs, ...). One with
+    inputs goes through a part of the graph.
+    """
+    return any(map(bool, args[1:4]))
 
 
 def _runs_a_backward(frame: FrameType) -> bool:

@@ -17,9 +17,10 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events.alarm_evidence import SecondRun
 from gpuwatch.core.events.read_tensors import OperandNumbers
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.explain.code_place import call_sites
 from gpuwatch.worker.explain.kept_loss import KeptLoss, kept_loss
 from gpuwatch.worker.explain.loss_graph import origin_of
-from gpuwatch.worker.explain.loss_variable import loss_variable, sites_of
+from gpuwatch.worker.explain.loss_variable import loss_variable
 from gpuwatch.worker.explain.saved_operands import outside_domain
 from gpuwatch.worker.record.autograd_graph import ReturnedOutputs, next_node
 from torch import nn
@@ -181,23 +182,22 @@ def test_no_more_than_16_mib_are_kept_of_one_loss():
     loss = sum((w / (w + number)).sum() for number in range(1, 8))
     kept = keep(loss)
     assert kept is not None
-    left, seen, held = [kept.grad_fn], set[int](), set[int]()
-    while left:
-        node = left.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        left += [before for before, _ in node.next_functions]
-        held |= {part.data_ptr() for each in node._kept.values() for part in each.tensors if part.numel() > 1}
+    saved = (part for node in kept.nodes for each in node._kept.values() for part in each.tensors)
+    held = {part.data_ptr() for part in saved if part.numel() > 1}
     assert 1 <= len(held) <= 4
 
 
-def test_a_module_is_not_looked_into_and_its_output_is_an_operand():
+def large_output() -> tuple[torch.Tensor, ReturnedOutputs]:
+    """What a module returned, which exp() makes inf of."""
     model, x = nn.Linear(3, 3), torch.ones(2, 3)
     nn.init.constant_(model.weight, 100.0)
     first = next_node()
     out = model(x)
-    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
+    return out, ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
+
+
+def test_a_module_is_not_looked_into_and_its_output_is_an_operand():
+    out, returned = large_output()
     loss = out.exp().sum()
     kept = keep(loss, returned)
     loss.backward()
@@ -205,11 +205,7 @@ def test_a_module_is_not_looked_into_and_its_output_is_an_operand():
 
 
 def test_an_output_of_a_module_that_was_changed_before_the_backward_is_no_operand():
-    model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    nn.init.constant_(model.weight, 100.0)
-    first = next_node()
-    out = model(x)
-    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
+    out, returned = large_output()
     loss = out.exp().sum()
     with torch.no_grad():
         out.add_(1)
@@ -217,11 +213,7 @@ def test_an_output_of_a_module_that_was_changed_before_the_backward_is_no_operan
 
 
 def test_an_output_of_a_module_that_is_gone_is_no_operand():
-    model, x = nn.Linear(3, 3), torch.ones(2, 3)
-    nn.init.constant_(model.weight, 100.0)
-    first = next_node()
-    out = model(x)
-    returned = ReturnedOutputs(first, next_node(), [(weakref.ref(out), 0)])
+    out, returned = large_output()
     loss = out.exp().sum()
     del out
     assert operation(keep(loss, returned)) is None
@@ -485,7 +477,7 @@ from torch import autograd
     spec.loader.exec_module(script)
     sites: list[Any] = []
     monkeypatch.setattr(
-        torch.autograd, "_engine_run_backward", lambda *args, **kwargs: sites.append(sites_of(sys._getframe(1)))
+        torch.autograd, "_engine_run_backward", lambda *args, **kwargs: sites.append(call_sites(sys._getframe(1), 4))
     )
     script.run(weight())
     found = loss_variable(sites[0], BAD, ["DivBackward0"])
