@@ -17,6 +17,7 @@ tests/worker/test_own_errors.py finds code that does not. worker/native/errors.c
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +40,7 @@ def from_outside(error: BaseException) -> bool:
     handlers: set[CodeType] | None = None
     trace = error.__traceback__
     while trace is not None:
-        if _interrupting(trace.tb_frame):
+        if _interrupting(trace.tb_frame, error):
             return True
         if handlers is None:
             handlers = _handlers()
@@ -53,7 +54,7 @@ def handler_in(error: BaseException) -> int:
     """The signal whose handler has raised `error`, as far as its frame still shows it; 0 if there is none."""
     trace = error.__traceback__
     while trace is not None:
-        if number := _interrupting(trace.tb_frame):
+        if number := _interrupting(trace.tb_frame, error):
             return number
         trace = trace.tb_next
     return 0
@@ -85,13 +86,19 @@ def then_put_back(run: Callable[[], T], put_back: Callable[[], object]) -> T:
     return result
 
 
-def _interrupting(frame: FrameType) -> int:
+def _interrupting(frame: FrameType, error: BaseException) -> int:
     """The signal of a handler's frame: the handler has interrupted its caller. 0 of any other frame."""
-    code, found, caller = frame.f_code, frame.f_locals, frame.f_back
-    if caller is None:
+    code, caller = frame.f_code, frame.f_back
+    if caller is None or not code.co_flags & inspect.CO_OPTIMIZED:  # a module's or a class's own frame
         return 0
+    found = frame.f_locals
+    if isinstance(found, dict):
+        # before Python 3.13 this copy stays with the frame, and the frame of `except ... as error` with the error: the
+        # two would keep each other, and all that the functions around them hold, until the next garbage collection
+        for name in [name for name, value in found.items() if value is error]:
+            del found[name]
     given: list[Any] = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
-    if code.co_flags & 0x04:  # inspect.CO_VARARGS
+    if code.co_flags & inspect.CO_VARARGS:
         given += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount]) or ()
     return next((int(first) for first, second in pairwise(given) if second is caller and isinstance(first, int)), 0)
 

@@ -58,6 +58,8 @@ SHORT = (
         "tests/worker/hooks/test_collectives.py",
         "tests/worker/hooks/test_optimizer.py",
         "tests/worker/device/test_triton_reader.py",
+        "tests/worker/explain/test_packed_nodes.py",
+        "tests/worker/explain/test_kept_loss.py",
         "tests/e2e/test_overflow.py",
         "-m",
         QUICK,

@@ -22,6 +22,7 @@ from .device.graph_replays import GraphReplays
 from .explain.batch_source import BatchSources
 from .explain.explained_batch import ExplainedBatch
 from .explain.loss_look import LossLook
+from .explain.packed_nodes import PackedNodes, follow_packed_nodes
 from .explain.second_backward import SecondBackward
 from .explain.second_look import SecondLook
 from .explain.second_run import SecondRuns
@@ -145,11 +146,12 @@ class ModuleHooks:
             self._patches.at_undo(self._gradients.detach)
             self._scalers.attach(self._patches)
             self._backwards.attach(self._patches)
+            follow_packed_nodes(self._patches)
         if "forward" in self._watch:
             named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
             named += OptimizerHooks.before, OptimizerHooks.right_before, OptimizerHooks.after
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
-            inner = self._backwards.begins, self._backwards.record
+            inner = self._backwards.begins, self._backwards.record, PackedNodes.push, PackedNodes.pop
             alone: tuple[Callable[..., Any], ...] = (*called, *self._gradients.hooks, *inner, answer_in_python)
             self._graphs.attach(alone, around=(self._backwards.run,))
             self._patches.at_undo(self._graphs.detach)

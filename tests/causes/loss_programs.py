@@ -22,7 +22,9 @@ from gpuwatch.core.events.alarm_evidence import BadOperation
 from gpuwatch.core.events.read_tensors import ScriptTensor
 from gpuwatch.worker.explain.kept_loss import kept_loss
 from gpuwatch.worker.explain.loss_look import LossLook
+from gpuwatch.worker.explain.packed_nodes import follow_packed_nodes
 from gpuwatch.worker.explain.script_tensors import running_frames
+from gpuwatch.worker.patches import PatchLedger
 from gpuwatch.worker.record.autograd_graph import AutogradGraph, GraphCalls, ReturnedOutputs, next_node
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,4 +241,9 @@ def run(seed: int, folder: Path, monkeypatch: Any, is_later: bool = False) -> st
 
 def count(seeds: range, folder: Path, monkeypatch: Any, is_later: bool) -> Counter[str]:
     """How many scripts ended in each of these ways."""
-    return Counter(run(seed, folder, monkeypatch, is_later) for seed in seeds)
+    patches = PatchLedger()
+    follow_packed_nodes(patches)  # as a watch does
+    try:
+        return Counter(run(seed, folder, monkeypatch, is_later) for seed in seeds)
+    finally:
+        patches.undo()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -181,6 +183,29 @@ def test_an_error_of_ours_is_ours_though_a_handler_is_installed(handled):
             of_ours(*given)
         assert not from_outside(caught.value)
     assert not from_outside(ValueError("never raised"))
+
+
+class _Held:
+    pass
+
+
+def _fails_while_this_is_held() -> weakref.ref[_Held]:
+    held = _Held()
+    try:
+        of_ours(1, None)
+    except ValueError as error:
+        assert not from_outside(error)
+    return weakref.ref(held)
+
+
+def test_nothing_is_kept_until_a_garbage_collection_by_asking():
+    """A run's tensors are locals of the functions around: some trainings collect no garbage between their steps."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert _fails_while_this_is_held()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_value_that_an_enum_does_not_have_is_an_error_of_ours():

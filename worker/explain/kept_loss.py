@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.signal_errors import from_outside
-from ...core.torch_names import name_in_torch
 from ..record.autograd_graph import ReturnedOutputs, is_of_torch
 from ..record.plain_tensor import version_of
 from .code_place import CallSite, call_sites
@@ -27,8 +26,6 @@ _MOST_SITES = 4
 _MOST_BYTES = 4 << 20
 """Of one tensor."""
 _MOST_BYTES_KEPT = 16 << 20
-_TELLS = name_in_torch("torch._C._autograd.SavedTensor.unpack_hook") is not None
-"""torch tells whether a tensor would have to be unpacked. Else none is looked at."""
 _SAVED, _RAW, _LEAF = "_saved_", "_raw_saved_", "variable"
 _AT_HAND = SimpleNamespace(unpack_hook=None)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -154,8 +151,6 @@ def _script_nodes(start: Any, returned: list[ReturnedOutputs]) -> dict[Any, Kept
 
     None if one is not torch's own, or there are too many.
     """
-    if not _TELLS:
-        return {start: KeptNode(start, is_inner=True)}
     kept: dict[Any, KeptNode] = {}
     spans = [(each.first, each.end) for each in returned]
     left = deque([start])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .saved_operands import may_be_packed
+from .packed_nodes import may_be_packed
 
 aten = torch.ops.aten
 _UNSIGNED = 1 << 63
@@ -52,7 +52,7 @@ def saved(node: Any, name: str) -> Any:
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     for each in raw if isinstance(raw, tuple) else (raw,):
-        if each is not None and may_be_packed(each):
+        if each is not None and may_be_packed(node, each):
             raise LookupError(f"{name} would have to be unpacked")
     value = getattr(node, f"_saved_{name}")
     if isinstance(value, tuple):

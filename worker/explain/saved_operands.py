@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...core.signal_errors import suppress_own
+from .packed_nodes import may_be_packed
 
 _MOST_NODES = 4096
 _MOST_ELEMENTS = 1 << 26
@@ -63,11 +64,6 @@ def _is_outside(node: Any, name: str) -> bool:
     return False
 
 
-def may_be_packed(raw: Any) -> bool:
-    """Whether a hook may have to unpack what a node has saved. torch before 2.13 does not tell."""
-    return getattr(raw, "unpack_hook", raw) is not None
-
-
 def saved_tensor(node: Any, what: str) -> torch.Tensor | None:
     """A tensor that a node has saved; None if there is none, or it would have to be unpacked.
 
@@ -75,7 +71,7 @@ def saved_tensor(node: Any, what: str) -> torch.Tensor | None:
     RuntimeError if it is freed, or was changed in place since.
     """
     raw = getattr(node, f"_raw_saved_{what}", None)
-    if raw is None or may_be_packed(raw):
+    if raw is None or may_be_packed(node, raw):
         return None
     saved = getattr(node, f"_saved_{what}", None)
     if not isinstance(saved, torch.Tensor) or saved.numel() > _MOST_ELEMENTS:

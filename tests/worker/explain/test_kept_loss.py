@@ -25,10 +25,8 @@ from gpuwatch.worker.explain.saved_operands import outside_domain
 from gpuwatch.worker.record.autograd_graph import ReturnedOutputs, next_node
 from torch import nn
 
-from ...needs import needs
 from ..conftest import use_late_device
 
-pytestmark = needs("torch._C._autograd.SavedTensor.unpack_hook")
 ZEROS = torch.zeros(2, 3)
 BAD = OperandNumbers("float32", [], None, "nan")
 
@@ -129,15 +127,6 @@ class _OwnFunction(torch.autograd.Function):
 
 def test_nothing_is_kept_of_a_graph_with_a_node_of_another_library():
     assert keep(_OwnFunction.apply(weight()).sum()) is None
-
-
-def test_nothing_is_kept_where_torch_does_not_tell_how_a_tensor_was_saved(monkeypatch):
-    """As before torch 2.13. The variable of the loss is told all the same."""
-    monkeypatch.setattr("gpuwatch.worker.explain.kept_loss._TELLS", False)
-    kept = keep((weight() / ZEROS).sum())
-    assert operation(kept) is None
-    assert kept is not None
-    assert len(kept.nodes) == 1
 
 
 def test_nothing_is_kept_of_a_very_long_graph():
