@@ -279,6 +279,7 @@ def test_a_mode_of_the_script_does_not_see_that_a_loss_is_read(watch, way, kind)
         with_watch = len(seen)
         assert not [name for name in seen if "item" in name or "local_scalar" in name]
     seen.clear()
+    weight.grad = None
     gpuwatch_is_off = torch.autograd.backward.__globals__["_engine_run_backward"]
     torch.autograd.backward.__globals__["_engine_run_backward"] = torch.autograd.graph._engine_run_backward
     try:

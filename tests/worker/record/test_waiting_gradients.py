@@ -14,9 +14,13 @@ from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.hooks import native_writer
 from torch import nn
 
+from ...needs import needs
 from ..conftest import Watched, use_late_device
 
-pytestmark = pytest.mark.skipif(native_writer.NativeFrameWriter is None, reason="worker/native was not built")
+pytestmark = [
+    needs("torch.Tensor.__dlpack_c_exchange_api__"),  # Python's writer reads each at once
+    pytest.mark.skipif(native_writer.NativeFrameWriter is None, reason="worker/native was not built"),
+]
 LAYERS = 4
 
 
