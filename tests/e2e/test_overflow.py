@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from gpuwatch.core.codes import RANK_OVERFLOW
 
+from ..needs import RELEASE
+
 pytestmark = pytest.mark.sample(2, of="an overflow")  # of those without a mark of their own
 
 slow = pytest.mark.slow
@@ -45,7 +47,8 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
         "batch": batch,
     }
     operation = verdict["operation"]
-    if operation is not None or not bench.extra:  # a late number may arrive after the optimizer's step
+    # a late number may arrive after the optimizer's step; torch 2.5 cannot run compiled code eagerly, which DDP may be
+    if operation is not None or not (bench.extra or RELEASE < (2, 6)):
         assert operation["op"] == "aten.mm.default"
         assert operation["file"] == bench.script("ddp_overflow.py")
         assert "self.widen(" in operation["code"]

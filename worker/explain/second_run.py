@@ -65,6 +65,7 @@ _ONLY_TENSORS = {torch.Tensor}
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
 _INPUTS_GONE = "what the model was handed was gone by then"
+_ONLY_COMPILED = "code may have been compiled, which this torch cannot run eagerly"
 
 
 @dataclass(eq=False, repr=False)
@@ -285,7 +286,7 @@ class SecondRuns:
         eager = runs_eagerly()
         if eager is None or not self._explains:
             self.rerun.write(call, run, args, kwargs)
-            self._end("compiled code ran, and this torch cannot run it eagerly")
+            self._end(_ONLY_COMPILED)
             return
         found = self.rerun.forward(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager, bad.page)
         if found.is_open:
@@ -313,7 +314,7 @@ class SecondRuns:
         run, (inputs, gone), eager = unwrap(module), self._inputs_of(kept, bad), runs_eagerly()
         why = why or gone or _refusal(kept, run) or _refusal_by_modes(function_modes())
         if not why and eager is None:
-            why = "compiled code ran, and this torch cannot run it eagerly"
+            why = _ONLY_COMPILED
         if why or eager is None:
             self._end(why)
             return

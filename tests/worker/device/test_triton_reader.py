@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +231,8 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
     if not hasattr(function, "signature"):
         pytest.skip("Triton runs in its interpreter")
     backend = make_backend(GPUTarget("cuda", 90, 32))
+    if len(inspect.signature(create_function_from_signature).parameters) < 3:
+        pytest.skip("this Triton's rule needs no backend")
     bind = create_function_from_signature(function.signature, function.params, backend)
     memory = torch.zeros(4096, dtype=torch.uint8)
 
