@@ -73,13 +73,10 @@ class PackedNodes:
         """The last ones are taken away by `before`."""
         before()
         thread = get_ident()
-        depth = self._depth.get(thread, 0) - 1
-        if depth < 0:  # they were put in place before `attach`
-            self._known_from = max(self._known_from, next_node())
-            return
-        self._depth[thread] = depth
-        if not depth:
-            self._close(self._spans.setdefault(thread, []), self._open.pop(thread), next_node())
+        depth, end = self._depth.get(thread, 0) - 1, next_node()
+        self._depth[thread] = max(depth, 0)
+        if depth <= 0:
+            self._close(self._spans.setdefault(thread, []), self._open.pop(thread, None), end)
 
     def _around_register(self, before: Callable[..., None]) -> Callable[..., None]:
         def register(saved: Any, *hooks: Any) -> None:
@@ -88,7 +85,10 @@ class PackedNodes:
 
         return register
 
-    def _close(self, spans: list[tuple[int, int]], first: int, end: int) -> None:
+    def _close(self, spans: list[tuple[int, int]], first: int | None, end: int) -> None:
+        if first is None:  # they were put in place before `attach`, or a signal's handler raised just then
+            self._known_from = max(self._known_from, end)
+            return
         spans.append((first, end))
         if len(spans) > _MOST_SPANS:
             half = _MOST_SPANS // 2

@@ -135,6 +135,16 @@ def test_nothing_is_known_of_what_was_made_before():
         assert nodes.may_have(made.grad_fn)
 
 
+def test_nor_of_what_was_made_until_hooks_are_taken_away_that_nobody_saw_put_in_place():
+    with Followed() as nodes:
+        made = X * X
+        with hooks():
+            nodes._depth.clear()
+            nodes._open.clear()
+        assert nodes.may_have(made.grad_fn)
+        assert not is_packed(nodes)
+
+
 @needs("torch._C._autograd._top_saved_tensors_default_hooks")
 def test_nor_while_hooks_are_in_place_that_nobody_has_seen():
     with hooks(), hooks(), Followed() as nodes:
