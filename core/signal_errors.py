@@ -17,6 +17,8 @@ tests/worker/test_own_errors.py finds code that does not. worker/native/errors.c
 
 from __future__ import annotations
 
+# `signal.getsignal` makes enums of what this returns: asked for all signals, it took half a millisecond
+import _signal
 import inspect
 import signal
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
 def from_outside(error: BaseException) -> bool:
@@ -106,9 +109,9 @@ def _interrupting(frame: FrameType, error: BaseException) -> int:
 def _handlers() -> set[CodeType]:
     """The code of each handler that Python would call now."""
     found = set()
-    for number in signal.valid_signals():
-        handler: Any = signal.getsignal(number)
-        if isinstance(handler, signal.Handlers):  # SIG_DFL or SIG_IGN: an enum, whose __call__ is that of all enums
+    for number in _SIGNALS:
+        handler: Any = _signal.getsignal(number)
+        if handler is None or isinstance(handler, int):  # set by other code than Python's; SIG_DFL or SIG_IGN
             continue
         while isinstance(handler, partial):
             handler = handler.func

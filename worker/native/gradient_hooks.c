@@ -77,7 +77,7 @@ PyObject *new_gradient_hook(FrameWriter *writer, PyObject *info, PyObject *role,
 static int remember_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version = 0;
-    if (!version_of(self, gradient, &version))
+    if (!version_of(self, gradient, &version) || version < 0)
         return 0;
     PyObject *ref = PyWeakref_NewRef(gradient, NULL);
     PyObject *memory = ref != NULL ? with_integers(PyTuple_New(2), 1, &version, 1) : NULL;

@@ -21,13 +21,29 @@ void clear_frame(Frame *frame)
     frame->used = 0;
 }
 
+/* Whether it was made in inference mode: it counts no changes. */
+static int is_inference(PyObject *tensor)
+{
+    PyObject *found = PyObject_CallMethodNoArgs(tensor, s_is_inference);
+    const int is = found == Py_True;
+    Py_XDECREF(found);
+    drop_error();
+    return is;
+}
+
 int version_of(FrameWriter *self, PyObject *tensor, int64_t *version)
 {
+    /* torch raises for the version of such a tensor, which takes 20 us. To ask before takes 60 ns, which only a process that has
+       met one pays. */
+    static int has_met;
+    *version = NO_VERSION;
+    if (has_met && is_inference(tensor))
+        return 1;
     /* A descriptor in C (PyGetSetDescrObject) is a function and its closure, which the constructor has looked up once. */
     PyObject *found = self->version->d_getset->get(tensor, self->version->d_getset->closure);
     if (found == NULL) { /* RuntimeError: inference tensors do not track version counter */
         drop_error();
-        return 0;
+        return has_met = is_inference(tensor);
     }
     const int good = integer_from(found, version);
     Py_DECREF(found);
@@ -112,7 +128,7 @@ static int is_memory(PyObject *seen)
 static int is_memory_of(PyObject *seen, const Row *row)
 {
     return seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), row->object) &&
-           item(seen, 1) == row->version;
+           row->version >= 0 && item(seen, 1) == row->version;
 }
 
 /* Whether a tensor on a device has other memory than when it was seen, as after `x.data = ...`: that leaves its version. */
@@ -148,12 +164,12 @@ static int from_memory(PyObject *seen, Row *row)
 static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tensor)
 {
     row->object = Py_NewRef(tensor);
-    if (!version_of(self, tensor, &row->version) || row->version < 0)
+    if (!version_of(self, tensor, &row->version))
         return 0;
     /* `seen` has the tensors of earlier frames only: within a frame one may come twice, as input and as output */
     for (int i = 0; i < frame->used - 1; i++) {
         const Row *other = &frame->rows[i];
-        if (other->object == tensor && other->version == row->version) {
+        if (other->object == tensor && row->version >= 0 && other->version == row->version) {
             row->same = i;
             row->shape = other->shape;
             return 1;
@@ -177,7 +193,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         for (int i = 0; i < frame->used - 1; i++) {
             const Row *other = &frame->rows[i];
             if (other->is_new && other->address == row->address && other->view.count == row->view.count &&
-                other->dtype == row->dtype && other->version == row->version) {
+                other->dtype == row->dtype && row->version >= 0 && other->version == row->version) {
                 row->same = i;
                 return 1;
             }
@@ -187,7 +203,8 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         if (row->place == NULL)
             return 0;
         seen = find(self->by_memory, row->place);
-        if (seen != NULL && is_memory(seen) && item(seen, 1) == row->version && is_still_at(self, seen, row->address)) {
+        if (seen != NULL && is_memory(seen) && row->version >= 0 && item(seen, 1) == row->version &&
+            is_still_at(self, seen, row->address)) {
             const uint32_t shape = row->shape;
             const int good = from_memory(seen, row);
             row->shape = shape;

@@ -85,9 +85,64 @@ static uint8_t code_of(const DLTensor *tensor)
     return 0;
 }
 
+/* A function of torch._C, looked up once and never freed. NULL, with no exception set, if this torch has none. */
+static PyObject *torch_function(PyObject *name)
+{
+    PyObject *module = PyImport_ImportModule("torch._C");
+    PyObject *found = module != NULL ? PyObject_GetAttr(module, name) : NULL;
+    Py_XDECREF(module);
+    drop_error();
+    return found;
+}
+
+/* Whether this is a new reference to `answer`. Takes it over. */
+static int is_answer(PyObject *found, PyObject *answer)
+{
+    const int is = found == answer;
+    Py_XDECREF(found);
+    drop_error();
+    return is;
+}
+
+/* Whether a mode of the script's would see it if a property of a tensor is read. */
+static int is_in_mode(void)
+{
+    static PyObject *depth_of;
+    if (depth_of == NULL && (depth_of = torch_function(s__len_torch_function_stack)) == NULL)
+        return 1;
+    PyObject *depth = PyObject_CallNoArgs(depth_of);
+    const int none = depth != NULL && PyLong_Check(depth) && PyLong_AsLong(depth) == 0;
+    Py_XDECREF(depth);
+    drop_error();
+    return !none;
+}
+
+static int has_property(PyObject *tensor, PyObject *name)
+{
+    return is_answer(PyObject_GetAttr(tensor, name), Py_True);
+}
+
+/* Whether torch refuses to describe a tensor: it has no storage (a sparse one, or one of vmap and grad), or it is nested,
+   quantized or without memory of its own (meta). */
+static int is_refused(PyObject *tensor)
+{
+    static PyObject *has_storage; /* it calls no mode */
+    if (has_storage == NULL && (has_storage = torch_function(s__has_storage)) == NULL)
+        return 0;
+    return is_answer(PyObject_CallOneArg(has_storage, tensor), Py_False) ||
+           (!is_in_mode() && (has_property(tensor, s_is_nested) || has_property(tensor, s_is_quantized) ||
+                              has_property(tensor, s_is_meta)));
+}
+
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)
 {
+    /* A refusal takes 1 to 2 ms: torch writes the names of all C++ functions that run into its message. Asking before takes a
+       hundred ns, which only a process that has had a refusal pays. */
+    static int has_refused;
+    if (has_refused && is_refused(tensor))
+        return 0;
     if (exchange->view(tensor, &view->dl) != 0) {
+        has_refused = 1;
         drop_error();
         return 0;
     }
@@ -182,11 +237,7 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
 /* A tensor of floats or integers that is the imaginary part of a conjugate */
 static int is_negated(PyObject *tensor)
 {
-    PyObject *found = PyObject_CallMethodNoArgs(tensor, s_is_neg);
-    const int is_neg = found != Py_False;
-    Py_XDECREF(found);
-    drop_error();
-    return is_neg;
+    return !is_answer(PyObject_CallMethodNoArgs(tensor, s_is_neg), Py_False);
 }
 
 int is_simple(const TensorView *view)

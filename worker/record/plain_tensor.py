@@ -14,7 +14,8 @@ _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _unwrap = name_in_torch("torch._C._functorch.get_unwrapped")
 _is_functional = name_in_torch("torch._is_functional_tensor", lambda tensor: False)
-_has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
+has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
+"""False for sparse tensors, and for those of torch.func: asked for an address they raise, which takes long."""
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
@@ -31,8 +32,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """The number of in-place changes; -1 for an inference tensor, which does not count them."""
     try:
-        # raises for an inference tensor: "Inference tensors do not track version counter"
-        return unwrapped(tensor)._version
+        tensor = unwrapped(tensor)
+        return -1 if tensor.is_inference() else tensor._version  # which raises for such a tensor, and takes 20 us
     except RuntimeError as error:
         if from_outside(error):
             raise
@@ -164,7 +165,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if _has_storage(tensor) and not has_memory(tensor):
+    if has_storage(tensor) and not has_memory(tensor):
         return None  # the operations below would read it
     if tensor.is_quantized:
         tensor = tensor.dequantize()

@@ -15,7 +15,7 @@ from ...core.signal_errors import from_outside
 from ...core.values import COUNTED, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
 from .float_formats import FLOATS, LOW_PRECISION, FloatFormat
 from .host_reduce import below, read_floats
-from .plain_tensor import has_memory, to_plain
+from .plain_tensor import has_memory, has_storage, to_plain
 
 
 class TensorStats(NamedTuple):
@@ -77,7 +77,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
     if cls is not _TENSOR and cls is not _PARAMETER:
         return None
     kind = FLOATS.get(tensor.dtype)
-    if kind is None:
+    if kind is None or not has_storage(tensor):
         return None
     try:
         # is_neg: the memory of `x.conj().imag` holds the numbers with the other sign
@@ -123,7 +123,7 @@ def _measure_any(tensor: torch.Tensor) -> TensorStats:
 def _measure(tensor: torch.Tensor) -> TensorStats:
     kind = FLOATS.get(tensor.dtype)
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    if not plain or tensor.layout is not torch.strided or kind is None:
+    if not plain or tensor.layout is not torch.strided or kind is None or not has_storage(tensor):
         local = to_plain(tensor)
         if local is None:
             return NOT_MEASURABLE

@@ -252,14 +252,15 @@ def test_both_ways_write_the_same(tmp_path_factory, kinds, seed, between, watch,
     assert all(torch.equal(a, b) or (a != a and b != b) for a, b in zip(losses, losses_c, strict=True))
 
 
-@pytest.mark.quick(5)
-@pytest.mark.sample(5)
+@pytest.mark.quick(8)
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("between", ["", "inference"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_trains_and_is_seen_without_a_fault(tmp_path, kind):
+def test_every_kind_trains_and_is_seen_without_a_fault(tmp_path, kind, between):
     found = []
     for compiled in (False, True):
         with watching(tmp_path / f"{compiled}.recorder", compiled) as watched:
-            train([kind, "linear", kind], 1, "", steps=12)
+            train([kind, "linear", kind], 1, between, steps=12)
             assert watched.faults == []
             found.append(recorded(watched)[1:])
     assert found[0] == found[1]

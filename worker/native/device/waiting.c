@@ -81,7 +81,7 @@ int hold(FrameWriter *self, const Reading *reading, const Row *row, int64_t posi
 {
     int64_t version;
     if (!version_of(self, row->object, &version))
-        version = -1; /* an inference tensor */
+        version = NO_VERSION;
     const int64_t numbers[] = {version, (int64_t)(intptr_t)row->view.address, position};
     PyObject *held = with_integers(PyTuple_New(4), 1, numbers, 3), *size = PyLong_FromLongLong(bytes_of(&row->view));
     if (held != NULL)

@@ -14,7 +14,8 @@
     DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
     DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter)      \
     DO(_is_compiling_flag) DO(untyped_storage) DO(data_ptr) DO(rootRank)                                   \
-    DO(_get_sequence_number_for_group) DO(is_neg) DO(packed) DO(rank) DO(name) DO(value) \
+    DO(_get_sequence_number_for_group) DO(is_neg) DO(is_nested) DO(is_quantized) DO(is_meta) DO(is_inference) DO(_has_storage) \
+    DO(_len_torch_function_stack) DO(packed) DO(rank) DO(name) DO(value) \
     DO(input_tensors) DO(output_tensors) DO(waits) DO(acquire) DO(release) DO(dtype) DO(get_device) DO(two) DO(_post_accumulate_grad_hooks) \
     DO(device_buffer) DO(late_pages) DO(_recorder) DO(_seq) DO(_send_after_collectives) DO(_unsent) DO(dlpack_type)   \
     DO(_driver) DO(is_capturing) DO(raw_stream) DO(current_device) DO(_buffers) DO(_buffer) DO(device) DO(rows)       \

@@ -42,9 +42,12 @@ typedef struct {
 
 void clear_frame(Frame *frame);
 
-/* The in-place changes of a tensor that is exactly a Tensor or a Parameter; 0 for an inference tensor, with no exception
-   set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as the getter. A getter of
-   another class could be a function of the script's, and a subclass could hide it behind __torch_function__: hence exactly. */
+enum { NO_VERSION = -1 };
+
+/* The in-place changes of a tensor that is exactly a Tensor or a Parameter; NO_VERSION for one of inference mode. 0 if torch does
+   not tell, with no exception set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as
+   the getter. A getter of another class could be a function of the script's, and a subclass could hide it behind
+   __torch_function__: hence exactly. */
 int version_of(FrameWriter *self, PyObject *tensor, int64_t *version);
 
 /* Gather. Each returns 0 if a row is not an ordinary one. `slots`: role -> slot of the module. `depth`: levels of nesting
