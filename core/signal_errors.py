@@ -18,7 +18,7 @@ tests/worker/test_own_errors.py finds code that does not. worker/native/errors.c
 from __future__ import annotations
 
 # `signal.getsignal` makes enums of what this returns: asked for all signals, it took half a millisecond
-import _signal
+import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import inspect
 import signal
 from collections.abc import Callable

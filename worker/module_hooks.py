@@ -39,6 +39,7 @@ from .hooks.native_writer import called_by_native_hooks
 from .hooks.optimizer import OptimizerHooks
 from .hooks.process_groups import CollectivePatches
 from .hooks.skipping import BatchSkipping
+from .hooks.swapped_tensors import SwappedTensors
 from .patches import allow_global_hooks
 from .record.bad_elements import KeptSummands
 from .record.frame_writer import FrameWriter
@@ -98,6 +99,7 @@ class ModuleHooks:
         self.frames = frames = FrameWriter(progress, roots, rows, judging)
         kept = SkippedRows(frames)
         self._gradients = gradients = BackwardHooks(frames, kept)
+        self._swapped = SwappedTensors(frames, gradients)
         self._skipping = skipping = BatchSkipping(frames, kept, only)
         policy = CompiledPolicy(running, skipping, frames)
         self._graphs = graphs = CompiledRegions(policy, frames, gradients)
@@ -163,6 +165,7 @@ class ModuleHooks:
         self._steps.attach(self._patches)
         patch_exports(self._global, self._patches)
         self._trained.attach(self._patches)
+        self._swapped.attach(self._patches)
         allow_global_hooks()
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())

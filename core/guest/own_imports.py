@@ -19,7 +19,8 @@ from ..signal_errors import from_outside
 _START = str(Path(__file__).with_name("start.py"))
 _MODULES = frozenset(sys.stdlib_module_names) | {"msgspec", "psutil", "pynvml", "typing_extensions"}
 """What a rank may import for us, beside torch and numpy, which are the script's own choice."""
-OWN_START = f"-cF={_START!r};exec(compile(open(F,'rb').read(),F,'exec'),{{'__name__':'__main__','__file__':F}})"
+_READ = "f=open(F,'rb');code=f.read();f.close()"
+OWN_START = f"-cF={_START!r};{_READ};exec(compile(code,F,'exec'),{{'__name__':'__main__','__file__':F}})"
 """The same as an option of Python: torchrun prints the first word without a dash as the name of the script."""
 
 

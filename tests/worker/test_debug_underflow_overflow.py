@@ -439,7 +439,7 @@ def test_no_tensor_raises(capsys):
         "quantized": one,
         "zero_dim": "5.00e+00 5.00e+00",
         "expanded": one,
-        "unreadable": "not a tensor",
+        "unreadable.a": "not a tensor",  # read by dict itself
     }
     assert {role: text for role, text in rows.items() if role.startswith("kwargs")} == {
         f"kwargs.{name}": text for name, text in expected.items()

@@ -28,7 +28,7 @@ from ..record.names import inputs_of
 from ..record.plain_tensor import is_foreign, version_of
 from ..record.progress import RunProgress
 from .batch_rows import ENOUGH_BITS, BatchRows, Positions
-from .kept_call import WeakTensor, kept_tensor, still_there
+from .kept_call import WeakLeaf, kept_tensor, still_there
 
 _MOST_NOTED = 4
 _MOST_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class _HandedInputs(NamedTuple):
     """What a root was handed in one batch."""
 
     page: int
-    tensors: list[tuple[torch.Tensor | WeakTensor, int]]
+    tensors: list[tuple[torch.Tensor | WeakLeaf, int]]
     """(the tensor, how often it had been changed in place)"""
 
 
@@ -119,7 +119,7 @@ class BatchSources:
         rows, is_gone = [], False
         for kept, version in handed.tensors:
             tensor = still_there(kept)
-            if isinstance(tensor, WeakTensor) or version_of(tensor) != version:
+            if isinstance(tensor, WeakLeaf) or version_of(tensor) != version:
                 is_gone = True
             elif _is_plain(tensor):
                 rows.append(BatchRows(tensor))

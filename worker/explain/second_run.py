@@ -32,7 +32,7 @@ from ...core.roles import RoleKind
 from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
-from ..device.device import has_transforms, may_have_devices, without_modes
+from ..device.device import has_modes, has_transforms, may_have_devices, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.autograd_graph import ReturnedOutputs
 from ..record.collectives import issued
@@ -53,7 +53,15 @@ from .forward_thread import (
     random_numbers,
     runs_eagerly,
 )
-from .kept_call import KeptCall, is_kept_weakly, is_tensor, kept_tensor, redirection, still_there
+from .kept_call import (
+    KeptCall,
+    is_kept_weakly,
+    is_tensor,
+    kept_object,
+    kept_tensor,
+    redirection,
+    still_there,
+)
 from .kept_loss import KeptLoss, kept_loss
 from .loss_look import LossLook
 from .operands import numbers_of
@@ -235,14 +243,8 @@ class SecondRuns:
             # pytree takes longer than all the rest
             is_flat = not kwargs and _ONLY_TENSORS.issuperset(map(type, args))
             handed, tree = (args, None) if is_flat else _pytree.tree_flatten((args, kwargs))
-            leaves: list[Any] = []
-            versions: list[int] = []
-            for leaf in handed:
-                if is_tensor(leaf):
-                    versions.append(version_of(leaf))
-                    leaves.append(kept_tensor(leaf))
-                else:
-                    leaves.append(leaf)
+            # a mode of the script's would see that the tensors are asked
+            leaves, versions = without_modes(_kept, handed) if has_modes() else _kept(handed)
             modes = function_modes()
             ran, contexts = self._has_issued(info), contexts_of_this_thread(modes)
             kept = KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
@@ -356,6 +358,19 @@ def _refusal(call: KeptCall, run: nn.Module) -> str:
     if call.issued:
         return "collectives ran within the call; with --sync a part of it without collectives may run again"
     return ""
+
+
+def _kept(handed: Iterable[Any]) -> tuple[list[Any], list[int]]:
+    """The leaves of a call's arguments, none of which is a large one that only this keeps; versions of the tensors."""
+    leaves: list[Any] = []
+    versions: list[int] = []
+    for leaf in handed:
+        if is_tensor(leaf):
+            versions.append(version_of(leaf))
+            leaves.append(kept_tensor(leaf))
+        else:
+            leaves.append(kept_object(leaf))
+    return leaves, versions
 
 
 def _placed(looked_at: BadOperation | None, watched: BadOperation | None) -> BadOperation | None:

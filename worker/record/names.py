@@ -5,18 +5,16 @@ Also what goes by names: `--modules` and `--ignore`, the roles of a call's argum
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils import _pytree
 
 from ..device.device import is_on_device
+from .containers import items_of
 from .plain_tensor import is_foreign, unwrapped
 
 if TYPE_CHECKING:
@@ -212,8 +210,7 @@ def _of_key(role: str, key: Any) -> str:
 def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 0) -> None:
     """Append (role, leaf) for every leaf of `value` to `found`.
 
-    Tuples, lists, named tuples (by field), mappings, dataclasses and the nodes of torch's pytree are flattened.
-    Everything else is a leaf: a tensor, None, or another object.
+    See `items_of` for what is flattened. Everything else is a leaf: a tensor, None, or another object.
     """
     if len(found) >= _MAX_LEAVES:
         return
@@ -223,21 +220,14 @@ def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 
     if depth > _MAX_DEPTH:
         found.append((role, ...))
         return
-    if isinstance(value, (tuple, list)):
-        fields = getattr(value, "_fields", None)
-        for position, item in enumerate(islice(value, _MAX_LEAVES)):
-            leaves_of(item, f"{role}.{fields[position]}" if fields else f"{role}[{position}]", found, depth + 1)
-    elif isinstance(value, Mapping):
-        for key in islice(value, _MAX_LEAVES):
-            leaves_of(value[key], _of_key(role, key), found, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            leaves_of(getattr(value, field.name, None), f"{role}.{field.name}", found, depth + 1)
-    elif type(value) in _pytree.SUPPORTED_NODES:
-        for position, item in enumerate(_pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][:_MAX_LEAVES]):
-            leaves_of(item, f"{role}[{position}]", found, depth + 1)
-    else:
+    opened = items_of(value, _MAX_LEAVES)
+    if opened is None:
         found.append((role, value))
+        return
+    for name, item in opened:
+        if len(found) >= _MAX_LEAVES:
+            return
+        leaves_of(item, role + name if isinstance(name, str) else _of_key(role, *name), found, depth + 1)
 
 
 # The digest of a batch's tensors, so that the sample behind an overflow can be found in the data again.

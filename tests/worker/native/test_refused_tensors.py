@@ -1,4 +1,4 @@
-"""Tensors that torch refuses to describe to C, or to tell the version of: a refusal takes as long as a thousand readings."""
+"""Tensors that torch refuses to describe to C, or to tell the version of: that takes as long as a thousand readings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -72,6 +74,76 @@ def test_what_pytree_knows_is_opened():
     assert [leaf is part for (_, leaf), part in zip(roles(maximum), maximum, strict=True)] == [True, True]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     assert [role for role, _ in roles(packed)][:2] == ["output.data", "output.batch_sizes"]
+
+
+class Asked:
+    """Makes its items when they are asked for."""
+
+    def _no(self, *_: Any) -> Any:
+        raise AssertionError("it was asked")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = keys = values = items = __getattr__ = _no
+
+
+class AskedDict(Asked, dict):
+    pass
+
+
+class AskedList(Asked, list):
+    pass
+
+
+class AskedMapping(Asked, Mapping):
+    pass
+
+
+class AskedUserDict(Asked, UserDict):
+    def __init__(self, **data: Any) -> None:
+        self.data = data
+
+
+@dataclass
+class AskedOutput:
+    logits: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        assert name == "__class__", "it was asked"
+        return AskedOutput
+
+
+@dataclass(slots=True)
+class InSlots:
+    logits: Any
+    other: Any = field(init=False)
+    cls: ClassVar[int] = 1
+
+
+def test_no_code_of_the_script_runs():
+    assert same(roles(AskedDict(a=X, b=[Y])), [("output.a", X), ("output.b[0]", Y)])
+    assert same(roles(AskedList([X, Y])), [("output[0]", X), ("output[1]", Y)])
+    assert same(roles(AskedUserDict(a=X)), [("output.a", X)])
+    assert same(roles(AskedOutput(X)), [("output.logits", X)])
+    assert same(roles(InSlots(X)), [("output.logits", X), ("output.other", None)])
+    asked = AskedMapping()
+    assert same(roles(asked), [("output", asked)])
+
+
+def test_a_mapping_of_python_or_of_a_package_is_opened():
+    assert same(roles(MappingProxyType({"a": X})), [("output.a", X)])
+    assert same(roles(ChainMap({"a": X}, {"b": Y})), [("output.b", Y), ("output.a", X)])
+
+    class OfPackage(Mapping):
+        def __getitem__(self, key: str) -> Any:
+            return {"a": X}[key]
+
+        def __iter__(self) -> Any:
+            return iter(["a"])
+
+        def __len__(self) -> int:
+            return 1
+
+    OfPackage.__module__ = "torch.of_a_package"
+    assert same(roles(OfPackage()), [("output.a", X)])
 
 
 def test_a_value_that_holds_itself_ends():
