@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,8 +113,8 @@ def _bytes_in(value: Any) -> float:
             found += len(part)
         elif kind.__module__ == "numpy":
             found += getattr(part, "nbytes", inf)
-        elif callable(part) and getattr(part, "__closure__", part) is None:
-            continue  # a function
+        elif kind is FunctionType and part.__closure__ is None:
+            continue
         elif callable(part) or hasattr(kind, "__del__"):
             return inf
         else:

@@ -63,6 +63,14 @@ int is_alive(PyObject *ref)
     return referent(ref) != NULL;
 }
 
+int is_answer(PyObject *result, PyObject *answer)
+{
+    const int is = result == answer;
+    Py_XDECREF(result);
+    drop_error();
+    return is;
+}
+
 PyObject *object_of(PyObject *ref)
 {
     return Py_XNewRef(referent(ref));

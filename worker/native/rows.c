@@ -24,11 +24,7 @@ void clear_frame(Frame *frame)
 /* Whether it was made in inference mode: it counts no changes. */
 static int is_inference(PyObject *tensor)
 {
-    PyObject *found = PyObject_CallMethodNoArgs(tensor, s_is_inference);
-    const int is = found == Py_True;
-    Py_XDECREF(found);
-    drop_error();
-    return is;
+    return is_answer(PyObject_CallMethodNoArgs(tensor, s_is_inference), Py_True);
 }
 
 int version_of(FrameWriter *self, PyObject *tensor, int64_t *version)

@@ -95,15 +95,6 @@ static PyObject *torch_function(PyObject *name)
     return found;
 }
 
-/* Whether this is a new reference to `answer`. Takes it over. */
-static int is_answer(PyObject *found, PyObject *answer)
-{
-    const int is = found == answer;
-    Py_XDECREF(found);
-    drop_error();
-    return is;
-}
-
 /* Whether a mode of the script's would see it if a property of a tensor is read. */
 static int is_in_mode(void)
 {
@@ -117,11 +108,6 @@ static int is_in_mode(void)
     return !none;
 }
 
-static int has_property(PyObject *tensor, PyObject *name)
-{
-    return is_answer(PyObject_GetAttr(tensor, name), Py_True);
-}
-
 /* Whether torch refuses to describe a tensor: it has no storage (a sparse one, or one of vmap and grad), or it is nested,
    quantized or without memory of its own (meta). */
 static int is_refused(PyObject *tensor)
@@ -130,8 +116,8 @@ static int is_refused(PyObject *tensor)
     if (has_storage == NULL && (has_storage = torch_function(s__has_storage)) == NULL)
         return 0;
     return is_answer(PyObject_CallOneArg(has_storage, tensor), Py_False) ||
-           (!is_in_mode() && (has_property(tensor, s_is_nested) || has_property(tensor, s_is_quantized) ||
-                              has_property(tensor, s_is_meta)));
+           (!is_in_mode() && (truth_of(tensor, s_is_nested) == 1 || truth_of(tensor, s_is_quantized) == 1 ||
+                              truth_of(tensor, s_is_meta) == 1));
 }
 
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)

@@ -35,10 +35,9 @@ def items_of(value: Any, most: int) -> Iterable[_Item] | None:
         fields = getattr(kind, "_fields", None)
         items = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
         return [(f".{fields[at]}" if fields else f"[{at}]", item) for at, item in enumerate(islice(items, most))]
-    if issubclass(kind, UserDict):
-        value = _field(value, "data")
-    if issubclass(type(value), dict):
-        return [((key,), item) for key, item in islice(dict.items(value), most)]
+    held = _field(value, "data") if issubclass(kind, UserDict) else value
+    if issubclass(type(held), dict):
+        return [((key,), item) for key, item in islice(dict.items(held), most)]
     if issubclass(kind, Mapping):
         return [((key,), value[key]) for key in islice(value, most)] if _is_installed(kind.__module__) else None
     if dataclasses.is_dataclass(kind):

@@ -49,6 +49,16 @@ class Asked(Own):
         return self._no()
 
 
+class Called(Asked):
+    """One that can be called, and has any attribute."""
+
+    def __call__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return self._no()
+
+
 @dataclasses.dataclass
 class Fields:
     x: Any
@@ -104,6 +114,11 @@ def test_what_is_kept(value):
 )
 def test_what_is_kept_weakly(value):
     assert is_kept_weakly(kept_object(value))
+
+
+def test_what_can_be_called_is_kept_weakly_and_not_asked():
+    called = Called(x=SMALL)
+    assert is_kept_weakly(kept_object(called))
 
 
 class Reads(nn.Module):

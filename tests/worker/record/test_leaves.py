@@ -124,8 +124,9 @@ def test_no_code_of_the_script_runs():
     assert same(roles(AskedUserDict(a=X)), [("output.a", X)])
     assert same(roles(AskedOutput(X)), [("output.logits", X)])
     assert same(roles(InSlots(X)), [("output.logits", X), ("output.other", None)])
-    asked = AskedMapping()
+    asked, unset = AskedMapping(), AskedUserDict.__new__(AskedUserDict)
     assert same(roles(asked), [("output", asked)])
+    assert same(roles(unset), [("output", unset)])
 
 
 def test_a_mapping_of_python_or_of_a_package_is_opened():

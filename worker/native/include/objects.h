@@ -48,6 +48,9 @@ int integer_of(PyObject *object, PyObject *name, int64_t *number);
 /* An attribute that is True or False: 1, 0, or -1 for anything else, with no exception set. */
 int truth_of(PyObject *object, PyObject *name);
 
+/* Whether a call has returned `answer`, which is one of a kind, as True is. Gives the result up, with no exception set. */
+int is_answer(PyObject *result, PyObject *answer);
+
 /* Append an item, which it takes over and which may be NULL. 0 with an exception set. */
 int append(PyObject *list, PyObject *item);
 
